@@ -1,0 +1,281 @@
+"""What the roles of a run say to each other: typed, checked, msgpack on the wire.
+
+One wire version covers all messages. Nothing here is ever pickled: an array travels as its dtype, its
+shape and its bytes, and a message that does not fit its type is refused with the reason.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Literal, TypeVar
+
+import msgspec
+import numpy as np
+
+WIRE_VERSION = 1
+MAX_MESSAGE_BYTES = 1 << 30
+DTYPES = ("<i4", "<i8", "<f4", "|u1")
+
+M = TypeVar("M", bound=msgspec.Struct)
+
+
+class MessageError(ValueError):
+    """A message that is not what it claims to be: wrong wire version, type, dtype, shape or size."""
+
+
+class Version(msgspec.Struct, frozen=True, order=True, array_like=True):
+    """Which weights: the trainer's incarnation and the number of RL optimizer steps behind them.
+
+    Written ``incarnation.step`` (``2.41``). Ordered; a restart raises the incarnation, so weights of an
+    older life of the trainer are always smaller.
+    """
+
+    incarnation: int
+    step: int
+
+    def __str__(self) -> str:
+        return f"{self.incarnation}.{self.step}"
+
+    @classmethod
+    def parse(cls, text: str) -> Version:
+        """Read ``2.41``. Raises MessageError on anything else."""
+        incarnation, dot, step = text.partition(".")
+        if not (dot and incarnation.isdecimal() and step.isdecimal()):
+            raise MessageError(f"{text!r} is not a weight version like 2.41")
+        return cls(int(incarnation), int(step))
+
+
+class Span(msgspec.Struct, frozen=True, array_like=True):
+    """Tokens ``start`` (inclusive) to ``end`` (exclusive) were sampled from ``version``."""
+
+    start: int
+    end: int
+    version: Version
+
+
+class Sample(msgspec.Struct, kw_only=True):
+    """One training sequence of T tokens: a prompt, sampled tokens and the environment's replies between them.
+
+    ``tokens`` int32 [T]; ``loss_mask`` uint8 [T], 1 where the token was sampled by the engine (or, in a
+    demonstration, is to be learnt); ``logprobs`` float32 [T], the engine's logprob of each sampled token at
+    the sampling temperature, 0 elsewhere; ``spans`` cover exactly the sampled tokens (empty in a
+    demonstration); ``advantage`` holds for all sampled tokens.
+    """
+
+    rollout: str
+    group: int
+    environment: str
+    tokens: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    spans: list[Span] = []
+    advantage: float = 0.0
+    temperature: float = 1.0
+
+    def __post_init__(self) -> None:
+        length = len(self.tokens)
+        _require(length > 1, "a sample needs at least two tokens")
+        _check_array("tokens", self.tokens, "<i4", (length,))
+        _check_array("loss_mask", self.loss_mask, "|u1", (length,))
+        _check_array("logprobs", self.logprobs, "<f4", (length,))
+        _require(not self.loss_mask[0], "the first token of a sample has no logprob and cannot be trained")
+        _require(math.isfinite(self.advantage), f"advantage {self.advantage} is not finite")
+        end = 0
+        for span in self.spans:
+            _require(end <= span.start < span.end <= length, f"span {span} does not follow its predecessor")
+            end = span.end
+
+    def oldest(self) -> Version:
+        """The oldest version among the sampled tokens. Raises ValueError for a demonstration."""
+        return min(span.version for span in self.spans)
+
+
+class Group(msgspec.Struct, kw_only=True):
+    """All rollouts of one prompt that were finished. ``planned`` counts those that were started.
+
+    ``rewards`` float, one per rollout; ``samples`` may hold several of one rollout (when a chat template
+    broke the token prefix between turns).
+    """
+
+    id: int
+    environment: str
+    planned: int
+    rollouts: list[str]
+    rewards: list[float]
+    samples: list[Sample]
+
+    def __post_init__(self) -> None:
+        _require(
+            len(self.rollouts) == len(self.rewards) <= self.planned, "a group lists one reward per rollout"
+        )
+        _require(
+            {s.rollout for s in self.samples} <= set(self.rollouts), "a sample of another group's rollout"
+        )
+
+
+class MicroBatch(msgspec.Struct, kw_only=True):
+    """Packed sequences that go through the model at once: T tokens of D documents, back to back.
+
+    ``lengths`` int32 [D], summing to T; the other arrays as in Sample, ``advantages`` and ``temperatures``
+    float32 [D] one per document. An empty micro-batch (T = 0) keeps data-parallel ranks in step.
+    """
+
+    tokens: np.ndarray
+    lengths: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray
+    advantages: np.ndarray
+    temperatures: np.ndarray
+
+    def __post_init__(self) -> None:
+        length, documents = len(self.tokens), len(self.lengths)
+        _check_array("tokens", self.tokens, "<i4", (length,))
+        _check_array("lengths", self.lengths, "<i4", (documents,))
+        _check_array("loss_mask", self.loss_mask, "|u1", (length,))
+        _check_array("logprobs", self.logprobs, "<f4", (length,))
+        _check_array("advantages", self.advantages, "<f4", (documents,))
+        _check_array("temperatures", self.temperatures, "<f4", (documents,))
+        _require(int(self.lengths.sum()) == length, "lengths do not add up to the tokens")
+        _require(bool((self.lengths > 0).all()), "an empty document")
+
+
+class Batch(msgspec.Struct, kw_only=True):
+    """One optimizer step's work for one data-parallel rank.
+
+    ``index`` counts optimizer steps of the run, supervised ones included; ``step`` is the RL step whose
+    weights the batch trains (the result is version ``step + 1``; a supervised batch leaves it as it is).
+    ``tokens`` and ``sequences`` are the global denominators over all ranks and micro-batches.
+    """
+
+    incarnation: int
+    index: int
+    step: int
+    stage: str
+    stage_step: int
+    rank: int
+    ranks: int
+    tokens: int
+    sequences: int
+    checkpoint: bool
+    last_of_stage: bool
+    micro_batches: list[MicroBatch]
+
+    def __post_init__(self) -> None:
+        _require(0 <= self.rank < self.ranks, f"rank {self.rank} of {self.ranks}")
+        _require(self.tokens >= 0 and self.sequences >= 0, "negative denominators")
+
+
+class End(msgspec.Struct, kw_only=True):
+    """No more batches: the run is over (``reason`` 'finished') or ends early."""
+
+    reason: str
+
+
+class Hello(msgspec.Struct, kw_only=True):
+    """A trainer rank meets the orchestrator: the first thing it sends, before any batch.
+
+    ``index`` is the optimizer step it resumes at, ``weights`` the address that serves its weights (rank 0;
+    empty on the others), ``version`` what it has published there.
+    """
+
+    incarnation: int
+    rank: int
+    ranks: int
+    index: int
+    version: Version
+    weights: str = ""
+
+
+class Ack(msgspec.Struct, kw_only=True):
+    """How far a batch came: accepted (arrived whole), applied (optimizer stepped, weights published as
+    ``version``) or durable (part of a complete checkpoint)."""
+
+    incarnation: int
+    index: int
+    step: int
+    rank: int
+    state: Literal["accepted", "applied", "durable"]
+    version: Version
+    metrics: dict[str, float] = {}
+
+
+class TensorInfo(msgspec.Struct, frozen=True):
+    """One tensor of a weight version, by its Hugging Face name. ``hash`` is the SHA-256 of its bytes."""
+
+    name: str
+    dtype: str
+    shape: list[int]
+    bytes: int
+    hash: str
+
+
+class WeightManifest(msgspec.Struct, kw_only=True):
+    """Everything a receiver must hold before it may say that it has ``version``."""
+
+    version: Version
+    tensors: list[TensorInfo]
+
+
+class _Envelope(msgspec.Struct, array_like=True):
+    wire: int
+    kind: str
+    body: msgspec.Raw
+
+
+def encode(message: msgspec.Struct) -> bytes:
+    """Serialise a message of this module."""
+    body = msgspec.msgpack.encode(message, enc_hook=_encode_array)
+    return msgspec.msgpack.encode(_Envelope(WIRE_VERSION, type(message).__name__, msgspec.Raw(body)))
+
+
+def decode(data: bytes, *kinds: type[M]) -> M:
+    """Read a message that must be one of ``kinds``. Raises MessageError with the reason it is refused."""
+    if len(data) > MAX_MESSAGE_BYTES:
+        raise MessageError(f"a message of {len(data)} bytes is over the limit of {MAX_MESSAGE_BYTES}")
+    try:
+        envelope = msgspec.msgpack.decode(data, type=_Envelope)
+        if envelope.wire != WIRE_VERSION:
+            raise MessageError(f"wire version {envelope.wire}, this side speaks {WIRE_VERSION}")
+        for kind in kinds:
+            if kind.__name__ == envelope.kind:
+                return msgspec.msgpack.decode(envelope.body, type=kind, dec_hook=_decode_array)
+    except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+        raise MessageError(str(error)) from error
+    expected = " or ".join(kind.__name__ for kind in kinds)
+    raise MessageError(f"a {envelope.kind[:40]!r} came where {expected} was expected")
+
+
+def _encode_array(value: object) -> object:
+    if isinstance(value, np.ndarray):
+        return [value.dtype.str, list(value.shape), np.ascontiguousarray(value).tobytes()]
+    raise NotImplementedError(f"{type(value).__name__} does not travel")
+
+
+def _decode_array(kind: type, value: object) -> np.ndarray:
+    if kind is not np.ndarray:
+        raise NotImplementedError(kind.__name__)
+    if not (isinstance(value, list) and len(value) == 3):
+        raise ValueError("an array is [dtype, shape, bytes]")
+    dtype, shape, data = value
+    _require(dtype in DTYPES, f"dtype {dtype!r} is not one of {', '.join(DTYPES)}")
+    _require(
+        isinstance(shape, list) and all(isinstance(n, int) and n >= 0 for n in shape) and len(shape) <= 4,
+        f"shape {shape!r}",
+    )
+    _require(
+        isinstance(data, bytes) and len(data) == math.prod(shape) * np.dtype(dtype).itemsize,
+        f"the bytes of the array are not those of {dtype} {shape}",
+    )
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def _check_array(name: str, array: np.ndarray, dtype: str, shape: tuple[int, ...]) -> None:
+    _require(
+        array.dtype.str == dtype and array.shape == shape,
+        f"{name} is {array.dtype.str} {list(array.shape)}, expected {dtype} {list(shape)}",
+    )
+
+
+def _require(condition: bool, reason: str) -> None:
+    if not condition:
+        raise ValueError(reason)

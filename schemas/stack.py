@@ -1,0 +1,90 @@
+"""The stack: everything under `_metadata.stack` of a task file."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from stackrl.schemas.algorithm import Algorithm
+from stackrl.schemas.base import Model
+from stackrl.schemas.environments import Environment, Evaluate
+from stackrl.schemas.inference import Inference, PullWeights, Sampling, Weights
+from stackrl.schemas.model import ModelSource
+from stackrl.schemas.optimizers import AdamW
+from stackrl.schemas.roles import Roles
+from stackrl.schemas.stages import RlStage, Stage
+from stackrl.schemas.trainer import Trainer
+
+
+class Checkpoint(Model):
+    """When the run is saved, so that it can be resumed."""
+
+    path: str | None = None
+    """Folder for checkpoints; by default one in the run's own folder, which is lost with its machine."""
+    every: int = Field(default=50, ge=1)
+    """Optimizer steps between checkpoints. The end of the run is always saved."""
+    keep: int = Field(default=2, ge=1)
+    """Newest checkpoints that stay."""
+
+
+class Wandb(Model):
+    """Weights & Biases. Without a key (WANDB_API_KEY) the run is recorded offline in the run's folder."""
+
+    project: str = Field(min_length=1)
+    entity: str | None = None
+
+
+class Monitors(Model):
+    """Where metrics go besides metrics.jsonl."""
+
+    wandb: Wandb | None = None
+
+
+class Stack(Model):
+    """One run of reinforcement learning."""
+
+    version: Literal[1]
+    """Version of this language."""
+    seed: int = Field(default=0, ge=0)
+    """Root of all randomness: prompts, samples, first weights."""
+    device: Literal["cpu", "cuda"] | None = None
+    """Derived: cuda where `resources` asks for accelerators, else cpu."""
+    model: ModelSource
+    roles: Roles
+    trainer: Trainer = Trainer()
+    inference: Inference = Inference()
+    weights: Weights = PullWeights()
+    algorithm: Algorithm = Algorithm()
+    environments: list[Environment] = Field(min_length=1)
+    sampling: Sampling = Sampling()
+    stages: list[Stage] = Field(min_length=1)
+    evaluate: Evaluate | None = None
+    checkpoint: Checkpoint = Checkpoint()
+    monitors: Monitors = Monitors()
+
+
+class StageSettings(Model):
+    """What holds during one stage: the stack's values with the stage's changes applied."""
+
+    algorithm: Algorithm
+    environments: list[Environment]
+    sampling: Sampling
+    optimizer: AdamW
+
+
+def settings_of(stack: Stack, stage: Stage) -> StageSettings:
+    """The values that hold during ``stage``. Raises pydantic.ValidationError where the merge is not valid."""
+    rl = isinstance(stage, RlStage)
+    return StageSettings(
+        algorithm=_changed(stack.algorithm, stage.algorithm if rl else None),
+        environments=stage.environments or stack.environments,
+        sampling=_changed(stack.sampling, stage.sampling if rl else None),
+        optimizer=_changed(stack.trainer.optimizer, stage.optimizer),
+    )
+
+
+def _changed(model: Model, change: Model | None) -> Model:
+    if change is None:
+        return model
+    return type(model).model_validate(model.model_dump() | change.model_dump(exclude_none=True))
