@@ -32,7 +32,7 @@ class Inference(Model):
 
 class _Weights(Model):
     kv: Literal["keep", "recompute"] = "keep"
-    """What becomes of a running request's cache at an update: keep the keys of the older version, or recompute."""
+    """A running request's cache at an update: `keep` the older version's keys, or `recompute` them."""
     timeout: float = Field(default=300.0, gt=0)
     """Seconds that an update of an engine may take."""
 
