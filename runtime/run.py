@@ -15,10 +15,14 @@ final/            the trained model, as a Hugging Face folder
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import json
 import os
+import re
 import secrets
 import time
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -26,6 +30,12 @@ from typing import Any
 from stackrl.schemas.stack import Stack
 
 TOKEN_VARIABLE = "STACKRL_TOKEN"
+CORES_VARIABLE = "STACKRL_CORES"
+"""The cores that the plan deals to a process, such as `0,1`; empty: no cores of its own."""
+
+
+class RunError(Exception):
+    """A run that is not there, not unique, or not in the state that was asked for; the text is for people."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +60,11 @@ class State:
     """created, starting, running, finished, failed or stopped."""
     attempt: int = 0
     incarnation: int = 0
-    pid: int = 0
-    """The node program's."""
-    pid_started: float = 0.0
-    """When that process began (seconds since the epoch), so that a reused pid is not taken for it."""
     began: float = 0.0
     ended: float | None = None
     reason: str = ""
     roles: dict[str, str] = field(default_factory=dict)
-    """Role → starting, running, done, failed."""
+    """Process, such as `trainer-0` → running, done, failed, or ended (by the node program)."""
 
     @property
     def ongoing(self) -> bool:
@@ -119,8 +125,49 @@ class RunFolder:
     def write_state(self, state: State) -> None:
         self.write("state.json", asdict(state))
 
+    def keeper(self) -> int | None:
+        """Pid of the node program that is at work on this run on this machine; None where there is none."""
+        try:
+            with open(self.path / "lock") as file:
+                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except FileNotFoundError:
+            return None
+        except BlockingIOError:
+            return int((self.path / "lock").read_text() or 0) or None
+        return None
+
+    @contextlib.contextmanager
+    def kept(self, limit: float = 1.0) -> Iterator[None]:
+        """Be the one node program of this run; the kernel lets go when the process ends, however it ends.
+
+        Raises RunError where another one keeps it for more than ``limit`` seconds (`keeper` holds the lock
+        too, for a moment).
+        """
+        deadline = time.monotonic() + limit
+        with open(self.path / "lock", "a", opener=open_private) as file:
+            while True:
+                try:
+                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    if time.monotonic() > deadline:
+                        raise RunError(
+                            f"run {self.id} is already running; see `stackrl status {self.id}`, "
+                            f"end it with `stackrl down {self.id}`"
+                        ) from None
+                    time.sleep(0.1)
+            file.truncate(0)
+            file.write(str(os.getpid()))
+            file.flush()
+            yield
+
     def read(self, name: str) -> Any:
         return json.loads((self.path / name).read_bytes())
+
+    def write_plan(self, stack: Stack, plan: Any) -> None:
+        """Keep what the run is to do: the resolved stack, and the plan as JSON-able data."""
+        write_durably(self.path / "stack.json", stack.model_dump_json(indent=1).encode())
+        self.write("plan.json", plan)
 
     def write(self, name: str, value: Any) -> None:
         """Replace a JSON file at once and durably, readable by its owner alone."""
@@ -147,6 +194,53 @@ def write_durably(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
+def create_run(name: str, source: Path, source_hash: str, stack: Stack, plan: Any) -> RunFolder:
+    """Make the folder of a new run, for its owner alone. ``plan`` is JSON-able."""
+    runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
+    run = RunFolder(runs_home() / new_run_id(name))
+    run.path.mkdir(mode=0o700)
+    write_durably(run.path / "source.yaml", source.read_bytes())
+    about = {
+        "id": run.id,
+        "name": name,
+        "source": str(source.resolve()),
+        "hash": source_hash,
+        "made": time.time(),
+    }
+    run.write("run.json", about)
+    run.write_plan(stack, plan)
+    run.write_state(State())
+    return run
+
+
+def all_runs() -> list[RunFolder]:
+    """Every run of this home, the oldest first."""
+    found = [
+        RunFolder(file.parent)
+        for file in runs_home().glob("*/run.json")
+        if (file.parent / "state.json").exists()
+    ]
+    return sorted(found, key=lambda run: run.read("run.json")["made"])
+
+
+def find_run(name: str) -> RunFolder:
+    """The run called ``name``: its id, a unique beginning of it, or `latest`. Raises RunError."""
+    runs = all_runs()
+    if not runs:
+        raise RunError(f"there are no runs in {runs_home()} yet; start one with `stackrl launch STACK`")
+    if name == "latest":
+        return runs[-1]
+    matches = [run for run in runs if run.id.startswith(name)]
+    exact = [run for run in matches if run.id == name]
+    if len(exact or matches) == 1:
+        return (exact or matches)[0]
+    if matches:
+        raise RunError(
+            f"{name!r} begins several runs: {', '.join(run.id for run in matches)}; type more of it"
+        )
+    raise RunError(f"no run is called {name!r}; `stackrl status` lists them")
+
+
 def home() -> Path:
     """``STACKRL_HOME`` or ``~/.stackrl``."""
     return Path(os.environ.get("STACKRL_HOME") or Path.home() / ".stackrl").expanduser()
@@ -157,8 +251,8 @@ def runs_home() -> Path:
 
 
 def new_run_id(name: str) -> str:
-    """``<name>-<time>-<4 hex>``."""
-    return f"{name}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """``<name>-<time>-<4 hex>``, without characters that a path or a shell minds."""
+    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
 
 
 def run_token() -> str:
@@ -167,3 +261,8 @@ def run_token() -> str:
     if not token:
         raise SystemExit(f"{TOKEN_VARIABLE} is not set: roles are started by `stackrl node`, not by hand")
     return token
+
+
+def open_private(path: str | Path, flags: int) -> int:
+    """An opener for `open` that makes files which their owner alone can read."""
+    return os.open(path, flags, 0o600)

@@ -1,0 +1,121 @@
+"""Run a stack on this machine: make the run's folder, start its node program, show what happens."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+
+from rich.console import Console
+
+from stackrl.runtime.launch.admit import admit
+from stackrl.runtime.launch.runs import explain, last_lines
+from stackrl.runtime.monitor.records import History
+from stackrl.runtime.monitor.view import follow, told_change
+from stackrl.runtime.run import RunError, RunFolder, create_run, find_run, open_private
+from stackrl.schemas.loader import LoadedStack
+
+START_LIMIT = 60.0
+"""Seconds until a node program has taken its run."""
+
+
+def launch(source: LoadedStack | None, *, detach: bool, resume: str | None) -> int:
+    """Start or resume a run. 0: finished (or, detached, started); 1: failed or ended; 130: Ctrl-C.
+
+    A resumed run goes on with ``source`` where one is given (other counts of processes, say), else with the
+    stack it has. Raises RunError where there is no such run or it is not to be resumed.
+    """
+    if resume is not None:
+        run = _resumed(find_run(resume), source)
+    elif source is not None:
+        run = create_run(source.name, source.path, source.hash, *admit(source))
+    else:
+        raise RunError("nothing to launch: name a stack file, or a run with `--resume RUN`")
+    attempt, now = run.state().attempt, time.time()
+    node = _start_node(run)
+    return _let_go(run, node, attempt) if detach else _accompany(run, node, attempt, now)
+
+
+def _resumed(run: RunFolder, source: LoadedStack | None) -> RunFolder:
+    if run.keeper() is not None:
+        raise RunError(f"run {run.id} is running; end it first with `stackrl down {run.id}`")
+    if run.state().status == "finished":
+        raise RunError(f"run {run.id} is finished; its model is in {run.final}")
+    if source is not None:
+        run.write_plan(*admit(source))
+    return run
+
+
+def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
+    """Its own session: a closed terminal leaves it going. It makes the run's token itself."""
+    (run.path / "logs").mkdir(mode=0o700, exist_ok=True)
+    with open(run.path / "logs" / "node.log", "ab", opener=open_private) as log:
+        return subprocess.Popen(
+            [sys.executable, "-m", "stackrl", "node", str(run.path)],
+            stdin=subprocess.DEVNULL,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def _let_go(run: RunFolder, node: subprocess.Popen[bytes], attempt: int) -> int:
+    """Wait until the node program has taken the run, and say how to go on."""
+    deadline = time.monotonic() + START_LIMIT
+    while run.state().attempt == attempt:
+        if node.poll() is not None:
+            return _not_started(run)
+        if time.monotonic() > deadline:
+            node.terminate()
+            raise RunError(f"the node program did not start within {START_LIMIT:.0f} s; {_node_log(run)}")
+        time.sleep(0.05)
+    print(run.id)
+    print(explain(run), file=sys.stderr)
+    return 0
+
+
+def _accompany(run: RunFolder, node: subprocess.Popen[bytes], attempt: int, since: float) -> int:
+    """Show the run until its end. Ctrl-C and SIGTERM end it; a second one at once."""
+    before = {
+        number: signal.signal(number, lambda received, frame: node.send_signal(received))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        history = follow(run, lambda: node.poll() is None, Console(stderr=True), since)
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if run.state().attempt == attempt:
+        return _not_started(run)
+    print(explain(run), file=sys.stderr)
+    if run.state().status == "finished":
+        _tell_result(run, history)
+    return node.returncode
+
+
+def _tell_result(run: RunFolder, history: History) -> None:
+    """What was learnt and where it is; the path of the model is the result on standard output."""
+    for stage, before, after in history.gains():
+        print(
+            f"  {stage:<8} reward {before:.3f} → {after:.3f} over its first and last training steps",
+            file=sys.stderr,
+        )
+        if evaluated := told_change(history.evaluations.get(stage, {})):
+            print(f"  {'':<8} {evaluated} on held-out prompts", file=sys.stderr)
+    print(f"  metrics  {run.metrics}", file=sys.stderr)
+    print(f"  next     `stackrl status {run.id}`, `stackrl logs {run.id}`", file=sys.stderr)
+    print(run.final)
+
+
+def _not_started(run: RunFolder) -> int:
+    print(
+        f"run {run.id} did not start: {_node_log(run)}; what may be missing: `stackrl doctor`",
+        file=sys.stderr,
+    )
+    return 1
+
+
+def _node_log(run: RunFolder) -> str:
+    log = run.path / "logs" / "node.log"
+    return "\n".join([f"the last lines of {log}:", *(f"    {line}" for line in last_lines(log, 12))])

@@ -1,0 +1,86 @@
+"""Where the numbers of a run go: JSON lines in its folder, and Weights & Biases where asked for."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+from stackrl.runtime.run import RunFolder, open_private
+from stackrl.schemas.stack import Stack
+
+
+class Destination(Protocol):
+    """Something that takes records of the metrics; a new one is a class here and a line in `open_sinks`."""
+
+    def log(self, record: dict[str, Any]) -> None: ...
+
+    def close(self, *, failed: bool) -> None: ...
+
+
+class JsonLines:
+    """A file of JSON objects, one a line, each written whole before the call returns. Mode 600."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = open(path, "a", encoding="utf-8", opener=open_private)  # noqa: SIM115 (see close)
+
+    def log(self, record: dict[str, Any]) -> None:
+        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
+        self._file.flush()
+
+    def close(self, *, failed: bool = False) -> None:
+        self._file.close()
+
+
+class Sink:
+    """What the orchestrator writes to. Use as a context, or close it."""
+
+    def __init__(self, run: RunFolder, others: list[Destination]) -> None:
+        self._destinations: list[Destination] = [JsonLines(run.metrics), *others]
+        self._events = JsonLines(run.events)
+
+    def log(self, record: dict[str, Any]) -> None:
+        """One optimizer step; ``record["index"]`` is its place on the x axis. `time` is added."""
+        record = {"time": time.time(), **record}
+        for destination in self._destinations:
+            destination.log(record)
+
+    def event(self, name: str, **fields: Any) -> None:
+        """Something that happened between steps: a stage, an update of weights, a checkpoint."""
+        self._events.log({"time": time.time(), "event": name, **fields})
+
+    def close(self, *, failed: bool = False) -> None:
+        for destination in self._destinations:
+            destination.close(failed=failed)
+        self._events.close()
+
+    def __enter__(self) -> Sink:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        self.close(failed=kind is not None)
+
+
+def open_sinks(run: RunFolder, stack: Stack) -> Sink:
+    """Everything that this stack's metrics go to. A resumed run is continued in each.
+
+    Raises SystemExit where a monitor is asked for that is not installed or cannot be reached.
+    """
+    others: list[Destination] = []
+    if stack.monitors.wandb is not None:
+        from stackrl.runtime.monitor.wandb import WandbRun
+
+        offline = not os.environ.get("WANDB_API_KEY")
+        others.append(WandbRun(run, stack, stack.monitors.wandb, offline=offline))
+    return Sink(run, others)
+
+
+def _finite(record: dict[str, Any]) -> dict[str, Any]:
+    """JSON has no NaN and no infinity: they become null, which the view shows as a gap."""
+    return {
+        key: None if isinstance(value, float) and not math.isfinite(value) else value
+        for key, value in record.items()
+    }

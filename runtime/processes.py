@@ -1,0 +1,149 @@
+"""Trees of processes: find them, end them whole, and leave nothing when their keeper is killed (Linux).
+
+A keeper declares itself the reaper of its tree (``PR_SET_CHILD_SUBREAPER``), so that a process whose parent
+died, one with a session of its own included, becomes the keeper's child and can still be found. ``guarded``
+puts the keeper's work into a child: parent and child watch each other, and either one ends what is left
+when the other is killed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+
+END_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+GUARD_LIMIT = 90.0
+"""Seconds that guarded work has to end after it was told to."""
+
+_WATCHED = {*END_SIGNALS, signal.SIGCHLD}
+_PR_SET_PDEATHSIG = 1
+_PR_SET_CHILD_SUBREAPER = 36
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
+def adopt_orphans() -> None:
+    """From now on, a descendant whose parent dies becomes a child of this process."""
+    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def die_with(parent: int, death: int = signal.SIGKILL) -> None:
+    """Get the signal ``death`` when ``parent``, the process that started this one, dies."""
+    _prctl(_PR_SET_PDEATHSIG, death)
+    if os.getppid() != parent:  # it died before the call
+        os.kill(os.getpid(), death)
+
+
+def descendants(root: int) -> list[int]:
+    """Pids of all living processes below ``root``, children before their children. Zombies are left out."""
+    children: dict[int, list[int]] = defaultdict(list)
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdecimal():
+            try:
+                # "pid (name) state ppid …"; the name may hold spaces and parentheses
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            except OSError:  # ended meanwhile
+                continue
+            if state not in "ZX":
+                children[int(parent)].append(int(entry.name))
+    found = list(children[root])
+    for pid in found:
+        found.extend(children[pid])
+    return found
+
+
+def end_tree(root: int, limit: float = 10.0) -> None:
+    """SIGKILL everything below ``root`` until nothing is left. Raises TimeoutError after ``limit`` s."""
+    deadline = time.monotonic() + limit
+    while living := descendants(root):
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"processes {living} did not end {limit:.0f} s after SIGKILL")
+        for pid in living:
+            send(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def send(pid: int, number: int, *, group: bool = False) -> bool:
+    """Signal a process or its group. False where it is gone."""
+    try:
+        (os.killpg if group else os.kill)(pid, number)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def guarded(work: Callable[[], int], died: Callable[[str], None]) -> int:
+    """Run ``work`` in a child process and return its exit code; nothing it started outlives this call.
+
+    Signals that end a process are passed on to the child, which also gets SIGTERM when this process is
+    killed. They are blocked when ``work`` begins, until it is ready for them. When the child itself is
+    killed, its descendants are ended, ``died`` is called with the reason, and the exit code is 1.
+    """
+    adopt_orphans()
+    signal.pthread_sigmask(signal.SIG_BLOCK, _WATCHED)
+    guard = os.getpid()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    child = os.fork()
+    if child == 0:
+        _become(guard, work)
+    told_at: float | None = None
+    while (exit_code := _exit_code(child)) is None:
+        if told_at is not None and time.monotonic() - told_at > GUARD_LIMIT:
+            send(child, signal.SIGKILL)
+        received = signal.sigtimedwait(_WATCHED, 1.0)
+        if received is not None and received.si_signo in END_SIGNALS:
+            told_at = told_at or time.monotonic()
+            send(child, received.si_signo)
+    end_tree(guard)
+    _exit_code(child)  # the last zombies: not every container has an init that takes them
+    if exit_code < 0:
+        died(f"the node program was killed by {signal_name(-exit_code)}")
+        return 1
+    return exit_code
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def _become(guard: int, work: Callable[[], int]) -> None:
+    """The child's life: do the work and exit with its code, without ever returning to the caller's code."""
+    code = 1
+    try:
+        os.setpgid(0, 0)  # Ctrl-C reaches the guard alone, which passes it on once
+        die_with(guard, signal.SIGTERM)
+        code = work()
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(code)
+
+
+def _exit_code(child: int) -> int | None:
+    """Reap what has ended; the exit code of ``child`` (negative: the signal) once it is among them."""
+    while True:
+        try:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+        except ChildProcessError:
+            return None
+        if pid == child:
+            return os.waitstatus_to_exitcode(status)
+        if pid == 0:
+            return None
+
+
+def _prctl(option: int, value: int) -> None:
+    if _libc.prctl(option, value, 0, 0, 0) != 0:
+        number = ctypes.get_errno()
+        raise OSError(number, f"prctl({option}): {os.strerror(number)}")

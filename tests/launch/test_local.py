@@ -1,0 +1,153 @@
+"""`stackrl launch` on this machine, with small programs as roles."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_roles import FAILS, SERVES, WORKS, fresh_home, make_run, process, task_file, wait_until
+
+from stackrl.runtime.launch import local
+from stackrl.runtime.run import RunError, RunFolder, all_runs
+from stackrl.schemas.loader import load
+from stackrl.schemas.problems import StackError
+
+LEARNS = """
+import sys, time
+from stackrl.runtime.monitor.metrics import open_sinks
+from stackrl.runtime.run import RunFolder
+run = RunFolder(sys.argv[1])
+with open_sinks(run, run.stack()) as sink:
+    for step in range(60):
+        facts = {"stage": "main", "stage_step": step, "stage_steps": 60, "index": 20 + step, "step": step}
+        sink.log({"kind": "rl", **facts, "reward": 0.3 + step / 100, "seconds_step": 0.01})
+    for when, reward in (("before", 0.25), ("after", 0.75)):
+        greedy = {"greedy_reward": reward, "greedy_exact": 0.5}
+        sink.event("evaluated", stage="main", when=when, reward=reward, exact=0.5, **greedy)
+"""
+"""An orchestrator that only writes what one would write."""
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fresh_home(tmp_path, monkeypatch):
+        yield
+
+
+def learning_run() -> RunFolder:
+    run = make_run()
+    run.write("plan.json", {"processes": [process("engine", SERVES), process("orchestrator", LEARNS, "RUN")]})
+    return run
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "stackrl", "launch", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def test_a_run_is_shown_to_its_end_and_its_gain_and_model_are_told(capfd: pytest.CaptureFixture[str]) -> None:
+    run = learning_run()
+    assert local.launch(None, detach=False, resume=run.id) == 0
+    out, err = capfd.readouterr()
+    assert out.strip() == str(run.final)
+    assert "main 1/60" in err and "main 60/60" in err
+    assert f"run {run.id} finished" in err
+    assert "reward 0.345 → 0.845 over its first" in err
+    assert "reward 0.250 → 0.750" in err
+
+
+def test_a_failed_run_tells_who_failed_and_what_to_type(capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(process("engine", SERVES), process("trainer", FAILS))
+    assert local.launch(None, detach=False, resume=run.id) == 1
+    err = capfd.readouterr().err
+    assert "trainer-0 ended with exit code 1: the disk is full" in err
+    assert "so far so good" in err and str(run.logs(1) / "trainer-0.log") in err
+    assert f"stackrl logs {run.id}" in err and f"stackrl launch --resume {run.id}" in err
+
+
+def test_ctrl_c_ends_the_run_and_what_it_started(tmp_path: Path) -> None:
+    run = make_run(process("engine", SERVES), process("orchestrator", SERVES))
+    launched = start("--resume", run.id)
+    wait_until(lambda: run.state().status == "running")
+    launched.send_signal(signal.SIGINT)
+    _, err = launched.communicate(timeout=40)
+    assert launched.returncode == 130, err
+    assert run.state().status == "stopped" and run.keeper() is None
+    assert run.state().roles == {"engine-0": "ended", "orchestrator": "ended"}
+    assert "--resume" in err and "Traceback" not in err
+
+
+@pytest.mark.slow
+def test_a_detached_run_goes_on_and_says_how_to_watch_and_end_it(capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(process("orchestrator", SERVES))
+    assert local.launch(None, detach=True, resume=run.id) == 0
+    out, err = capfd.readouterr()
+    assert out.strip() == run.id
+    assert f"stackrl down {run.id}" in err and f"stackrl logs -f {run.id}" in err
+    assert run.keeper() is not None
+    with pytest.raises(RunError, match="is running"):
+        local.launch(None, detach=True, resume=run.id)
+
+
+@pytest.mark.slow
+def test_a_resumed_run_is_a_new_attempt_of_the_same_run(capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run(process("orchestrator", FAILS))
+    assert local.launch(None, detach=False, resume="latest") == 1
+    run.write("plan.json", {"processes": [process("orchestrator", WORKS)]})
+    assert local.launch(None, detach=False, resume="latest") == 0
+    state = run.state()
+    assert (state.attempt, state.incarnation, state.status, state.reason) == (2, 2, "finished", "")
+    assert len(all_runs()) == 1
+    with pytest.raises(RunError, match="is finished"):
+        local.launch(None, detach=False, resume=run.id)
+
+
+@pytest.mark.slow
+def test_a_node_program_that_cannot_start_is_told_with_its_words(capfd: pytest.CaptureFixture[str]) -> None:
+    run = make_run()
+    run.write("plan.json", {"processes": [{"role": "a role of another version"}]})
+    for detach in (False, True):
+        assert local.launch(None, detach=detach, resume=run.id) == 1
+        err = capfd.readouterr().err
+        assert "did not start" in err and "TypeError" in err and "stackrl doctor" in err
+
+
+def test_a_new_run_has_its_folder_with_stack_plan_and_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    loaded = load(task_file(tmp_path), ["stages.main.steps=7"])
+    assert local.launch(loaded, detach=True, resume=None) == 1  # `true` is no node program
+    (run,) = all_runs()
+    assert (run.path / "source.yaml").read_text() == loaded.path.read_text()
+    assert run.stack() == loaded.stack.model_copy(update={"device": "cpu"})
+    assert run.stack().stages[-1].steps == 7
+    roles = [process["role"] for process in run.read("plan.json")["processes"]]
+    assert sorted(roles) == ["engine", "orchestrator", "trainer"]
+    assert run.read("run.json")["hash"] == loaded.hash
+    assert os.stat(run.path).st_mode & 0o777 == 0o700
+
+
+def test_a_resumed_run_takes_the_stack_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    run = make_run()
+    loaded = load(task_file(tmp_path), ["roles.trainer.processes=2"])
+    local.launch(loaded, detach=True, resume=run.id)
+    assert run.stack().roles.trainer.processes == 2
+    assert [process["role"] for process in run.read("plan.json")["processes"]].count("trainer") == 2
+
+
+def test_what_the_runtime_cannot_do_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
+    loaded = load(task_file(tmp_path, weights={"transport": "nccl"}))
+    with pytest.raises(StackError, match="nccl"):
+        local.launch(loaded, detach=False, resume=None)
+    assert all_runs() == []

@@ -1,0 +1,136 @@
+"""The verbs for runs that exist, on real node programs with small programs as roles."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fake_roles import FAILS, SERVES, WORKS, fresh_home, gone, make_run, process, start_node, wait_until
+
+from stackrl.runtime.launch import runs
+from stackrl.runtime.run import RunError, RunFolder, State, all_runs, find_run
+
+
+@pytest.fixture(autouse=True)
+def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with fresh_home(tmp_path, monkeypatch):
+        yield
+
+
+def started(*processes: dict) -> tuple[RunFolder, subprocess.Popen[str]]:
+    run = make_run(*processes)
+    node = start_node(run)
+    wait_until(lambda: run.state().status == "running")
+    return run, node
+
+
+def test_runs_are_found_by_id_unique_beginning_and_latest() -> None:
+    with pytest.raises(RunError, match="no runs"):
+        find_run("latest")
+    first, second = make_run(), make_run()
+    assert find_run("latest").id == second.id
+    assert find_run(first.id).id == first.id
+    assert find_run(first.id[:-1]).id == first.id
+    with pytest.raises(RunError, match="begins several runs"):
+        find_run("fake")
+    with pytest.raises(RunError, match="no run is called"):
+        find_run("other")
+
+
+def test_status_lists_runs_and_tells_one(capsys: pytest.CaptureFixture[str]) -> None:
+    failing, node = started(
+        process("engine", SERVES), process("trainer", "import time; time.sleep(1)" + ";" + FAILS)
+    )
+    node.wait(timeout=30)
+    failing.metrics.write_text('{"stage": "main", "index": 24, "reward": 0.5}\n{"torn')
+    running, _ = started(process("orchestrator", SERVES))
+    assert runs.status(None, "text") == 0
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()[1:]]
+    assert [row[:5] for row in rows] == [
+        [failing.id, "failed", "main", "25/80", "0.500"],
+        [running.id, "running", "0/80", *rows[1][3:5]],
+    ]
+    assert runs.status(failing.id, "text") == 0
+    told = capsys.readouterr().out
+    assert "trainer-0 failed" in told and "the disk is full" in told and "engine-0 ended" in told
+    assert runs.status("latest", "json") == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "running"
+    assert runs.status(None, "json") == 0
+    assert [run["id"] for run in json.loads(capsys.readouterr().out)] == [failing.id, running.id]
+
+
+def test_a_run_whose_node_program_is_gone_has_died(capsys: pytest.CaptureFixture[str]) -> None:
+    run = make_run()
+    run.write_state(State("running", attempt=1))
+    assert runs.status(run.id, "json") == 0
+    assert json.loads(capsys.readouterr().out)["status"] == "died"
+    assert "--resume" in runs.explain(run)
+
+
+def test_down_ends_a_run_and_is_fine_where_there_is_nothing_to_end(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    note = tmp_path / "pid"
+    tells = "import os, pathlib, sys; pathlib.Path(sys.argv[1]).write_text(str(os.getpid()));" + SERVES
+    run, node = started(process("engine", tells, str(note)), process("orchestrator", SERVES))
+    pid = int(wait_until(lambda: note.exists() and note.read_text()))
+    assert runs.down("latest") == 0
+    assert gone(pid) and node.wait(timeout=5) == 1
+    assert run.state().status == "stopped"
+    assert "--resume" in capsys.readouterr().err
+    assert runs.down("latest") == 0
+    assert "not running (stopped)" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_down_while_a_killed_guard_leaves_the_rest_to_end() -> None:
+    run, node = started(process("orchestrator", SERVES))
+    os.kill(node.pid, signal.SIGKILL)
+    assert runs.down(run.id) == 0
+    assert run.keeper() is None
+
+
+def test_logs_show_the_last_lines_of_every_process_or_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    counts = "print(*range(100), sep=chr(10))"
+    run, node = started(process("orchestrator", WORKS), process("trainer", counts), process("engine", SERVES))
+    node.wait(timeout=30)
+    assert runs.logs("latest", None, False, None, 2) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        "engine-0     | serving",
+        "orchestrator | working",
+        "trainer-0    | 98",
+        "trainer-0    | 99",
+    ]
+    assert runs.logs(run.id, "trainer", False, 1, 1) == 0
+    assert capsys.readouterr().out == "trainer-0 | 99\n"
+    with pytest.raises(RunError, match="there are engine-0, orchestrator, trainer-0"):
+        runs.logs(run.id, "judge", False, None, 5)
+    with pytest.raises(RunError, match="attempts with logs: 1"):
+        runs.logs(run.id, None, False, 7, 5)
+
+
+@pytest.mark.slow
+def test_followed_logs_go_on_until_the_run_ends() -> None:
+    ticks = "import time\nfor i in range(12):\n print('tick', i, flush=True)\n time.sleep(0.2)"
+    run, _ = started(process("orchestrator", ticks))
+    began = time.monotonic()
+    command = [sys.executable, "-m", "stackrl", "logs", "-f", "-n", "1", run.id]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert result.returncode == 0 and time.monotonic() - began < 20
+    lines = result.stdout.splitlines()
+    assert lines[-1] == "orchestrator | tick 11"
+    numbers = [int(line.split()[-1]) for line in lines]
+    assert numbers == list(range(numbers[0], 12))
+
+
+def test_a_folder_that_is_not_a_run_is_left_out(tmp_path: Path) -> None:
+    run = make_run()
+    (run.path.parent / "half").mkdir()
+    assert [found.id for found in all_runs()] == [run.id]
