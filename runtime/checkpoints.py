@@ -1,0 +1,124 @@
+"""Checkpoints as folders: complete or not at all.
+
+    step-000050/          resumes at optimizer step 50: 50 are behind, supervised ones included
+      trainer/            sharded weights and optimizer state, progress.json         (trainer)
+      orchestrator/       snapshot of the journal                                    (orchestrator)
+      manifest.json       name, size and SHA-256 of every file above, written last   (orchestrator)
+
+A folder without a manifest was never finished; one whose files differ from it is damaged. Both are passed
+over in favour of the one before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from stackrl.runtime.run import write_durably
+
+MANIFEST = "manifest.json"
+_FORMAT = 1
+_NAME = re.compile(r"step-(\d{6,})")
+
+log = logging.getLogger(__name__)
+
+
+class CheckpointError(Exception):
+    """A checkpoint that cannot be used. The text names the folder and what is wrong with it."""
+
+
+def folder(path: Path, index: int) -> Path:
+    """The checkpoint under ``path`` that resumes at optimizer step ``index``."""
+    return path / f"step-{index:06d}"
+
+
+def index_of(checkpoint: Path) -> int:
+    """The optimizer step at which ``checkpoint`` resumes."""
+    return int(_NAME.fullmatch(checkpoint.name).group(1))
+
+
+def write_manifest(checkpoint: Path, extra: dict[str, Any]) -> None:
+    """Declare ``checkpoint`` complete. Its files are forced to disk and hashed first.
+
+    ``extra``: further JSON-able facts to keep in the manifest.
+    """
+    files = {
+        file.relative_to(checkpoint).as_posix(): {
+            "bytes": file.stat().st_size,
+            "sha256": _hash(file, sync=True),
+        }
+        for file in _files(checkpoint)
+    }
+    manifest = extra | {"format": _FORMAT, "files": files}
+    write_durably(checkpoint / MANIFEST, json.dumps(manifest, indent=1).encode())
+
+
+def verify(checkpoint: Path) -> dict[str, Any]:
+    """The manifest of a complete, undamaged checkpoint. Raises CheckpointError with the file at fault."""
+    try:
+        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
+        listed = manifest["files"]
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: it was never finished") from None
+    except (ValueError, TypeError, KeyError):
+        raise CheckpointError(f"{checkpoint / MANIFEST} is damaged") from None
+    if manifest.get("format") != _FORMAT:
+        raise CheckpointError(f"{checkpoint} has format {manifest.get('format')}, not {_FORMAT}")
+    for name, expected in listed.items():
+        file = checkpoint / name
+        if not file.is_file():
+            raise CheckpointError(f"{file} is missing")
+        if file.stat().st_size != expected["bytes"] or _hash(file) != expected["sha256"]:
+            raise CheckpointError(f"{file} is damaged: its content is not what {MANIFEST} lists")
+    return manifest
+
+
+def newest(path: Path) -> Path | None:
+    """The newest checkpoint under ``path`` that can be used; those passed over are named in a warning."""
+    for checkpoint in reversed(_all(path)):
+        try:
+            verify(checkpoint)
+        except CheckpointError as error:
+            log.warning("passing over a checkpoint: %s", error)
+        else:
+            return checkpoint
+    return None
+
+
+def prune(path: Path, keep: int) -> None:
+    """Delete all but the ``keep`` newest complete checkpoints, and what was left unfinished before them."""
+    complete = [checkpoint for checkpoint in _all(path) if (checkpoint / MANIFEST).is_file()]
+    if len(complete) < keep:
+        return
+    oldest_kept = complete[-keep]
+    for checkpoint in _all(path):
+        if index_of(checkpoint) < index_of(oldest_kept):
+            (checkpoint / MANIFEST).unlink(missing_ok=True)
+            shutil.rmtree(checkpoint)
+
+
+def _all(path: Path) -> list[Path]:
+    """Every checkpoint folder, finished or not, oldest first."""
+    if not path.is_dir():
+        return []
+    return sorted((entry for entry in path.iterdir() if _NAME.fullmatch(entry.name)), key=index_of)
+
+
+def _files(checkpoint: Path) -> Iterator[Path]:
+    for entry in sorted(checkpoint.rglob("*")):
+        if entry.is_file() and entry != checkpoint / MANIFEST:
+            yield entry
+
+
+def _hash(file: Path, *, sync: bool = False) -> str:
+    with file.open("rb") as stream:
+        if sync:
+            os.fsync(stream.fileno())
+        return hashlib.file_digest(stream, "sha256").hexdigest()

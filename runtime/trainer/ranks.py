@@ -1,0 +1,95 @@
+"""The trainer's processes: who they are, which cores they use, how they meet."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from ipaddress import ip_address
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+CORES_VARIABLE = "STACKRL_CORES"
+MEETING = timedelta(seconds=300)
+"""How long ranks wait for each other at the start."""
+COLLECTIVE = timedelta(seconds=1800)
+"""How long a rank waits for the others in a collective; they may be waiting for their batch or writing."""
+
+
+class RanksError(Exception):
+    """The ranks cannot meet. The text says where and what to look at."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """This process among the trainer's."""
+
+    rank: int
+    ranks: int
+    local: int
+    """Place on its machine: which GPU is its own."""
+
+    @classmethod
+    def of(cls, environment: Mapping[str, str]) -> Rank:
+        """From RANK, WORLD_SIZE and LOCAL_RANK; alone where they are not set."""
+        rank, ranks = int(environment.get("RANK", 0)), int(environment.get("WORLD_SIZE", 1))
+        return cls(rank, ranks, int(environment.get("LOCAL_RANK", rank)))
+
+
+def claim_cores(threads: int | None) -> None:
+    """Stay on the cores that the plan dealt (STACKRL_CORES: `0,1`), a thread on each or ``threads``."""
+    cores = {int(core) for core in os.environ.get(CORES_VARIABLE, "").split(",") if core}
+    if cores:
+        os.sched_setaffinity(0, cores)
+    if threads or cores:
+        torch.set_num_threads(threads or len(cores))
+
+
+def join(me: Rank, rendezvous: str, device: str) -> DeviceMesh:
+    """Meet the other ranks at ``rendezvous`` (host:port, opened by rank 0) and form one mesh of ``device``.
+
+    Raises RanksError where that does not happen in time.
+    """
+    host, _, port = rendezvous.rpartition(":")
+    if ip_address(socket.gethostbyname(host)).is_loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device == "cuda":
+        torch.cuda.set_device(me.local)
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if device == "cuda" else "gloo",
+            store=_store(me, host, int(port)),
+            rank=me.rank,
+            world_size=me.ranks,
+            timeout=COLLECTIVE,
+        )
+    except (OSError, dist.DistError) as error:
+        raise RanksError(
+            f"trainer rank {me.rank} of {me.ranks} did not meet the others at {rendezvous} within "
+            f"{MEETING.seconds} s: {error}"
+        ) from error
+    return init_device_mesh(device, (me.ranks,), mesh_dim_names=("shard",))
+
+
+def leave() -> None:
+    """Part from the other ranks."""
+    dist.destroy_process_group()
+
+
+def _store(me: Rank, host: str, port: int) -> dist.TCPStore:
+    """The store listens on ``host`` alone: left to itself it would listen on every interface."""
+    if me.rank:
+        return dist.TCPStore(host, port, me.ranks, is_master=False, timeout=MEETING)
+    listener = socket.create_server((host, port), backlog=max(128, 2 * me.ranks))
+    return dist.TCPStore(
+        host,
+        port,
+        me.ranks,
+        is_master=True,
+        timeout=MEETING,
+        master_listen_fd=listener.detach(),
+    )

@@ -1,0 +1,94 @@
+"""Complete or not at all: what counts as a checkpoint, and which one is used."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from stackrl.runtime import checkpoints
+from stackrl.runtime.checkpoints import CheckpointError
+
+
+def make(path: Path, index: int, *, finish: bool = True) -> Path:
+    folder = checkpoints.folder(path, index)
+    for part in ("trainer", "orchestrator"):
+        (folder / part).mkdir(parents=True)
+        (folder / part / "data").write_bytes(f"{part} {index}".encode() * 100)
+    if finish:
+        checkpoints.write_manifest(folder, {"index": index})
+    return folder
+
+
+def test_a_manifest_lists_every_file_and_keeps_what_it_is_given(tmp_path: Path) -> None:
+    folder = make(tmp_path, 50)
+    assert folder.name == "step-000050" and checkpoints.index_of(folder) == 50
+    manifest = checkpoints.verify(folder)
+    assert manifest["index"] == 50
+    assert set(manifest["files"]) == {"trainer/data", "orchestrator/data"}
+
+
+def flip_a_byte(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[7] ^= 1
+    file.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    ("damage", "complaint"),
+    [
+        (lambda folder: flip_a_byte(folder / "trainer/data"), "trainer/data is damaged"),
+        (lambda folder: (folder / "trainer/data").write_bytes(b"short"), "trainer/data is damaged"),
+        (lambda folder: (folder / "orchestrator/data").unlink(), "orchestrator/data is missing"),
+        (lambda folder: (folder / "manifest.json").unlink(), "was never finished"),
+        (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is damaged"),
+        (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+    ],
+)
+def test_a_damaged_one_is_refused_by_name_and_the_one_before_used(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, damage, complaint: str
+) -> None:
+    before, folder = make(tmp_path, 9), make(tmp_path, 10)
+    assert checkpoints.newest(tmp_path) == folder
+    damage(folder)
+    with pytest.raises(CheckpointError, match=complaint):
+        checkpoints.verify(folder)
+    with caplog.at_level(logging.WARNING):
+        assert checkpoints.newest(tmp_path) == before
+    assert "step-000010" in caplog.text and complaint in caplog.text
+
+
+def test_there_may_be_none(tmp_path: Path) -> None:
+    assert checkpoints.newest(tmp_path / "nowhere") is None
+    make(tmp_path, 1, finish=False)
+    assert checkpoints.newest(tmp_path) is None
+
+
+def test_newest_goes_by_number_and_not_by_name(tmp_path: Path) -> None:
+    make(tmp_path, 999_999)
+    newest = make(tmp_path, 1_000_000)
+    assert checkpoints.newest(tmp_path) == newest
+
+
+def names(path: Path) -> list[int]:
+    return sorted(checkpoints.index_of(entry) for entry in path.iterdir())
+
+
+def test_pruning_keeps_the_newest_complete_ones_and_what_is_being_written(tmp_path: Path) -> None:
+    for index in (10, 20, 30, 40):
+        make(tmp_path, index, finish=index != 30)
+    make(tmp_path, 50, finish=False)
+    checkpoints.prune(tmp_path, 2)
+    assert names(tmp_path) == [20, 30, 40, 50]
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == [40, 50]
+
+
+def test_pruning_never_takes_the_last_complete_one(tmp_path: Path) -> None:
+    make(tmp_path, 10)
+    make(tmp_path, 20, finish=False)
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == [10, 20]
+    checkpoints.prune(tmp_path, 2)
+    assert names(tmp_path) == [10, 20]

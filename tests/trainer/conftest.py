@@ -1,0 +1,41 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from trainer_runs import TINY, make_run, make_stack
+
+from stackrl.runtime.trainer.models.prepare import prepare
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """This process as the only rank."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+    patch.undo()
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a tiny random model."""
+    return _model(tmp_path_factory.mktemp("untied"), tie_word_embeddings=False)
+
+
+@pytest.fixture(scope="session")
+def tied_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `model`, with one matrix for embedding and head."""
+    return _model(tmp_path_factory.mktemp("tied"), tie_word_embeddings=True)
+
+
+def _model(path: Path, **config: object) -> Path:
+    source = {"init": "random", "architecture": "qwen3", "config": TINY | {"initializer_range": 0.1} | config}
+    run = make_run(path, make_stack(model=source))
+    prepare(run)
+    return run.model

@@ -1,0 +1,96 @@
+"""Gradients of one step on any number of ranks, for tests that compare them."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as multiprocessing
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from trainer_runs import free_port, make_batches, make_samples
+
+from stackrl.runtime.trainer import losses
+from stackrl.runtime.trainer.optimizer import global_norm
+from stackrl.runtime.trainer.parallelize import build, gathered
+from stackrl.runtime.trainer.ranks import Rank, join, leave
+from stackrl.runtime.trainer.step import Objective, accumulate
+from stackrl.runtime.transport.messages import Sample
+from stackrl.schemas.algorithm import AipoLoss, GrpoLoss
+from stackrl.schemas.trainer import Trainer
+
+MAX_TOKENS = 16
+OBJECTIVES = {
+    "aipo, token": Objective(losses.make(AipoLoss(ratio_cap=2.0)), "token", MAX_TOKENS),
+    "grpo, sequence": Objective(losses.make(GrpoLoss(type="grpo")), "sequence", MAX_TOKENS),
+    "aipo, constant": Objective(losses.make(AipoLoss()), "constant", MAX_TOKENS),
+    "supervised": Objective(losses.supervised, "token", MAX_TOKENS),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One step: of which model, with which samples, how they are packed, what is minimised."""
+
+    model: Path
+    objective: str
+    samples: int = 24
+    capacity: int = 4096
+    recompute: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The loss and the whole gradient of a step."""
+
+    loss: float
+    norm: float
+    gradients: dict[str, Tensor]
+
+    def differences(self, other: Outcome) -> dict[str, float]:
+        """Norm of the difference over the norm, of the loss and of each tensor."""
+        assert self.gradients.keys() == other.gradients.keys()
+        tensors = {
+            name: float((gradient - other.gradients[name]).norm() / gradient.norm())
+            for name, gradient in self.gradients.items()
+        }
+        return {
+            "loss": abs(self.loss - other.loss) / abs(self.loss),
+            "norm": abs(self.norm - other.norm) / self.norm,
+            **tensors,
+        }
+
+
+def outcome(mesh: DeviceMesh, case: Case, samples: list[Sample] | None = None) -> Outcome:
+    """What ``case`` gives on the ranks of ``mesh``; all call it together."""
+    activations = "full" if case.recompute else "none"
+    decoder = build(case.model, Trainer(activation_checkpointing=activations, head_chunk=32), "float32", mesh)
+    samples = samples or make_samples(case.samples, seed=5)
+    batch = make_batches(samples, mesh.size(), case.capacity)[mesh.get_rank()]
+    totals = accumulate(decoder, batch, OBJECTIVES[case.objective])
+    norm = global_norm(decoder.parameters())
+    for parameter in decoder.parameters():
+        parameter.data = parameter.grad
+    gradients = {name: gradient.clone() for name, gradient in gathered(decoder, torch.float32)}
+    return Outcome(totals.metrics()["loss"], norm, gradients)
+
+
+def outcomes(ranks: int, cases: list[Case], folder: Path) -> list[Outcome]:
+    """What each case gives on ``ranks`` processes, as rank 0 sees it."""
+    file = folder / "outcomes.pt"
+    multiprocessing.spawn(_work, (ranks, free_port(), cases, file), nprocs=ranks)
+    return torch.load(file, weights_only=False)
+
+
+def _work(rank: int, ranks: int, port: int, cases: list[Case], file: Path) -> None:
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    mesh = join(Rank(rank, ranks, rank), f"127.0.0.1:{port}", "cpu")
+    results = [outcome(mesh, case) for case in cases]
+    if rank == 0:
+        torch.save(results, file)
+    dist.barrier()
+    leave()
