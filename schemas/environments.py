@@ -17,6 +17,7 @@ class Environment(Model):
     name: Name
     """Unique; metrics carry it."""
     type: EnvironmentType
+    """Which environment; stackrl/runtime/environments/ has one file for each."""
     args: dict[str, JsonValue] = {}
     """The environment's own arguments."""
     weight: float = Field(default=1.0, gt=0)
@@ -29,3 +30,4 @@ class Evaluate(Model):
     every: int = Field(ge=1)
     """Trainer steps between evaluations."""
     environments: list[Environment] = Field(min_length=1)
+    """What is evaluated."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field, JsonValue
+from pydantic import Field, JsonValue, Tag
 
-from stackrl.schemas.base import Model, Size
+from stackrl.schemas.base import Model, Size, variant
 
 
 class Inference(Model):
@@ -41,12 +41,14 @@ class PullWeights(_Weights):
     """Engines fetch new weights from the trainer over HTTP."""
 
     transport: Literal["pull"] = "pull"
+    """How new weights travel."""
 
 
 class FolderWeights(_Weights):
     """The trainer writes new weights to a folder that it shares with the engines."""
 
     transport: Literal["folder"]
+    """How new weights travel."""
     path: str | None = None
     """The folder; by default one in the run's own folder."""
 
@@ -55,9 +57,15 @@ class NcclWeights(_Weights):
     """Collective broadcast between GPUs."""
 
     transport: Literal["nccl"]
+    """How new weights travel."""
 
 
-Weights = Annotated[PullWeights | FolderWeights | NcclWeights, Field(discriminator="transport")]
+Weights = Annotated[
+    Annotated[PullWeights, Tag("pull")]
+    | Annotated[FolderWeights, Tag("folder")]
+    | Annotated[NcclWeights, Tag("nccl")],
+    variant("transport", default="pull"),
+]
 
 
 class Sampling(Model):
@@ -65,6 +73,7 @@ class Sampling(Model):
     the truncated distribution, and the trainer could not compute the same."""
 
     temperature: float = Field(default=1.0, gt=0)
+    """Divides the logits; the trainer divides by the same."""
     max_tokens: int = Field(default=1024, ge=1)
     """Longest reply of one turn, in tokens."""
     timeout: float = Field(default=600.0, gt=0)

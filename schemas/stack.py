@@ -32,13 +32,16 @@ class Wandb(Model):
     """Weights & Biases. Without a key (WANDB_API_KEY) the run is recorded offline in the run's folder."""
 
     project: str = Field(min_length=1)
+    """The project that the run appears in."""
     entity: str | None = None
+    """User or team; by default the key's own."""
 
 
 class Monitors(Model):
     """Where metrics go besides metrics.jsonl."""
 
     wandb: Wandb | None = None
+    """Weights & Biases."""
 
 
 class Stack(Model):
@@ -51,15 +54,20 @@ class Stack(Model):
     device: Literal["cpu", "cuda"] | None = None
     """Derived: cuda where `resources` asks for accelerators, else cpu."""
     model: ModelSource
+    """Which language model is trained, and where its first weights come from."""
     roles: Roles
     trainer: Trainer = Trainer()
     inference: Inference = Inference()
     weights: Weights = PullWeights()
+    """How new weights reach the engines."""
     algorithm: Algorithm = Algorithm()
     environments: list[Environment] = Field(min_length=1)
+    """What is learnt: the mix that prompts are drawn from."""
     sampling: Sampling = Sampling()
     stages: list[Stage] = Field(min_length=1)
+    """What happens one after the other: supervised stages, then stages of reinforcement learning."""
     evaluate: Evaluate | None = None
+    """Held-out environments, run now and then on the current version."""
     checkpoint: Checkpoint = Checkpoint()
     monitors: Monitors = Monitors()
 

@@ -1,0 +1,238 @@
+"""The command line: parses and calls, no logic.
+
+Each verb is a parser and a small function that imports what it needs, so that ``stackrl validate`` does not
+wait for what ``stackrl launch`` loads. Exit codes: 0 fine, 1 the run or the machine failed, 2 bad usage or
+stack, 130 Ctrl-C.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+FIRST = "stacks/reverse-text-cpu.yaml"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command line. Returns its exit code."""
+    parser = _parser()
+    try:
+        parsed = parser.parse_args(arguments)
+    except SystemExit as exit:  # argparse has said what is wrong
+        return exit.code if isinstance(exit.code, int) else 2
+    if parsed.run_verb is None:
+        parser.print_help(sys.stderr)
+        return 2
+    try:
+        return parsed.run_verb(parsed)
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of our output has gone, as `stackrl show X | head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except Exception as error:
+        return _told(error)
+
+
+def _told(error: Exception) -> int:
+    """Say what went wrong where it is the user's to mend; anything else is a fault of ours and is raised."""
+    from stackrl.runtime.run import RunError
+    from stackrl.schemas.problems import StackError
+
+    if isinstance(error, StackError):
+        print(error, file=sys.stderr)
+        print(
+            "all keys: docs/stack.md, examples: stacks/; check again with `stackrl validate FILE`",
+            file=sys.stderr,
+        )
+        return 2
+    if isinstance(error, RunError):
+        print(f"stackrl: {error}", file=sys.stderr)
+        return 2
+    if isinstance(error, OSError):
+        print(f"stackrl: {error}; what this machine lacks: `stackrl doctor`", file=sys.stderr)
+        return 1
+    raise error
+
+
+def _init(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import front
+
+    return front.init(given.name, given.template, given.force)
+
+
+def _validate(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import front
+
+    return front.validate(given.files, given.set, given.on_node, given.output)
+
+
+def _show(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import front
+
+    return front.show(given.file, given.set, given.output)
+
+
+def _schema(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import front
+
+    return front.schema(given.output)
+
+
+def _plan(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import front
+
+    return front.plan(given.file, given.set, given.output)
+
+
+def _launch(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import local
+    from stackrl.schemas.loader import load
+
+    source = load(given.file, given.set) if given.file else None
+    return local.launch(source, detach=given.detach, resume=given.resume)
+
+
+def _status(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import runs
+
+    return runs.status(given.run, given.output)
+
+
+def _logs(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import runs
+
+    return runs.logs(given.run, given.role, given.follow, given.attempt, given.lines)
+
+
+def _down(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import runs
+
+    return runs.down(given.run)
+
+
+def _doctor(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import doctor
+
+    return doctor.doctor(given.output)
+
+
+def _node(given: argparse.Namespace) -> int:
+    from stackrl.runtime import node
+
+    return node.main(given.stack)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Ends a usage error with what to type next."""
+
+    def error(self, message: str) -> None:
+        self.print_usage(sys.stderr)
+        self.exit(2, f"stackrl: {message}\nhow it is used: `{self.prog} --help`\n")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="stackrl",
+        description="Reinforcement learning of a language model from one YAML file.",
+        epilog=f"First steps: `stackrl doctor`, `stackrl plan {FIRST}`, `stackrl launch {FIRST}`.",
+    )
+    parser.set_defaults(run_verb=None)
+    verbs = parser.add_subparsers(title="verbs", metavar="VERB")
+
+    def verb(
+        name: str, function: Callable[[argparse.Namespace], int], help: str, **more
+    ) -> argparse.ArgumentParser:
+        made = verbs.add_parser(name, help=help, description=help[0].upper() + help[1:] + ".", **more)
+        made.set_defaults(run_verb=function)
+        return made
+
+    init = verb("init", _init, "write a new stack file")
+    init.add_argument(
+        "name", nargs="?", default="my-run", help="its name, or its path (default: %(default)s)"
+    )
+    init.add_argument(
+        "--template", choices=("cpu", "gpu"), default="cpu", help="what to start from (%(default)s)"
+    )
+    init.add_argument("--force", action="store_true", help="replace a file that is there")
+
+    validate = verb("validate", _validate, "check stack files and show everything that is wrong")
+    validate.add_argument("files", nargs="+", metavar="FILE")
+    validate.add_argument(
+        "--on-node", action="store_true", help="refuse what the runtime cannot do yet, not warn"
+    )
+    _sets(validate)
+    _output(validate, "text", "json")
+
+    show = verb("show", _show, "print a stack with its defaults filled in")
+    show.add_argument("file", metavar="FILE")
+    _sets(show)
+    _output(show, "yaml", "json")
+
+    schema = verb(
+        "schema", _schema, "print the JSON Schema of stack files, or (markdown) the reference of all keys"
+    )
+    _output(schema, "json", "markdown")
+
+    plan = verb("plan", _plan, "show which processes would run where")
+    plan.add_argument("file", metavar="FILE")
+    _sets(plan)
+    _output(plan, "table", "json")
+
+    launch = verb("launch", _launch, "run a stack on this machine", aliases=["up"])
+    launch.add_argument(
+        "file", metavar="FILE", nargs="?", help="the stack; with --resume: what it goes on with"
+    )
+    launch.add_argument("-d", "--detach", action="store_true", help="return once it has started")
+    launch.add_argument("--resume", metavar="RUN", help="go on with a run that ended early")
+    _sets(launch)
+
+    status = verb("status", _status, "show all runs, or one")
+    status.add_argument("run", metavar="RUN", nargs="?", help=_RUN_HELP)
+    _output(status, "text", "json")
+
+    logs = verb("logs", _logs, "print the logs of a run")
+    logs.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)
+    logs.add_argument("--role", help="only this: trainer, engine-0, orchestrator …")
+    logs.add_argument("-f", "--follow", action="store_true", help="go on until the run ends")
+    logs.add_argument("--attempt", type=_natural, help="of an earlier start of the run (default: the last)")
+    logs.add_argument(
+        "-n", "--lines", type=_natural, default=50, help="last lines of each (default: %(default)s)"
+    )
+
+    down = verb("down", _down, "end a run and everything it started")
+    down.add_argument("run", metavar="RUN", help=_RUN_HELP)
+
+    doctor = verb("doctor", _doctor, "check whether this machine is ready for a run")
+    _output(doctor, "text", "json")
+
+    node = verb("node", _node, "work as a node of a run (this is what machines call)")
+    node.add_argument("stack", metavar="FILE_OR_RUN", help="a stack file, or the folder of a run")
+    return parser
+
+
+_RUN_HELP = "its id, the beginning of it, or `latest`"
+
+
+def _sets(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="change a value of the stack, as in --set stages.warmup.steps=10",
+    )
+
+
+def _output(parser: argparse.ArgumentParser, *kinds: str) -> None:
+    parser.add_argument(
+        "-o", "--output", choices=kinds, default=kinds[0], help="form of the result (%(default)s)"
+    )
+
+
+def _natural(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number from 0")
+    return int(text)

@@ -1,0 +1,141 @@
+"""The verbs that only look: init, validate, show, schema, plan. The result goes to stdout, talk to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import yaml
+
+from stackrl.schemas.loader import LoadedStack, load, load_text
+from stackrl.schemas.problems import STACK, Place, Problem, StackError
+from stackrl.schemas.support import unsupported
+
+ROOT = Path(__file__).resolve().parents[2]
+"""The folder of the package: templates/, schemas/, stacks/."""
+
+
+def init(name: str, template: str, force: bool) -> int:
+    """Write a new stack file from a template. ``name`` is a name, or the path of a .yaml file."""
+    file = Path(name) if name.endswith((".yaml", ".yml")) else Path(f"{name}.yaml")
+    if file.exists() and not force:
+        raise StackError([_at(file, "the file is there already", "choose another name, or add --force")])
+    if not file.parent.is_dir():
+        raise StackError(
+            [_at(file, f"there is no folder {file.parent}", f"type `mkdir -p {file.parent}` first")]
+        )
+    text = (ROOT / "templates" / f"{template}.yaml").read_text()
+    here = os.path.relpath(file)
+    for mark, value in (("@NAME@", file.stem), ("@FILE@", here), ("@SCHEMA@", _schema_from(file.parent))):
+        text = text.replace(mark, value)
+    load_text(text, file, str(file))
+    file.write_text(text)
+    print(file)
+    print(f"next: read it, then `stackrl plan {file}` and `stackrl launch {file}`", file=sys.stderr)
+    return 0
+
+
+def templates() -> list[str]:
+    return sorted(file.stem for file in (ROOT / "templates").glob("*.yaml"))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A file and what was found in it."""
+
+    file: str
+    errors: list[Problem]
+    warnings: list[Problem]
+
+    def as_json(self) -> dict[str, object]:
+        found = {"errors": self.errors, "warnings": self.warnings}
+        return {"file": self.file} | {kind: [problem.as_json() for problem in found[kind]] for kind in found}
+
+
+def validate(files: Sequence[str], overrides: Sequence[str], on_node: bool, output: str) -> int:
+    """Check stack files. 2 where one has errors, or, ``on_node``, asks for what the runtime cannot do yet."""
+    checked = [_check(file, overrides, on_node) for file in files]
+    if output == "json":
+        print(json.dumps([one.as_json() for one in checked], indent=1, ensure_ascii=False))
+    for one in checked:
+        for problem in one.errors:
+            print(problem, file=sys.stderr)
+        warn(one.warnings)
+        if not one.errors and output != "json":
+            print(f"{one.file}: fine{' (with warnings)' if one.warnings else ''}")
+    failed = sum(len(one.errors) for one in checked)
+    if failed:
+        print(f"{failed} to mend; all keys: docs/stack.md, examples: stacks/", file=sys.stderr)
+    return 2 if failed else 0
+
+
+def show(file: str, overrides: Sequence[str], output: str) -> int:
+    """Print the file with overrides applied and defaults filled in. It is a stack file again, without the
+    values of secrets."""
+    loaded = load(file, overrides)
+    stack = loaded.stack.model_dump(mode="json", exclude_none=True)
+    task = {**loaded.task, STACK[0]: {**loaded.task[STACK[0]], STACK[1]: stack}}
+    if isinstance(task.get("secrets"), dict):
+        task["secrets"] = dict.fromkeys(task["secrets"])
+    if output == "json":
+        print(json.dumps(task, indent=1, ensure_ascii=False))
+    else:
+        print(yaml.safe_dump(task, sort_keys=False, allow_unicode=True, width=110), end="")
+    return 0
+
+
+def schema(output: str) -> int:
+    """Print the JSON Schema of stack files, or the reference of all keys."""
+    if output == "markdown":
+        from stackrl.schemas.reference import reference
+
+        print(reference(), end="")
+    else:
+        from stackrl.schemas.json_schema import file_schema
+
+        print(json.dumps(file_schema(), indent=1, ensure_ascii=False))
+    return 0
+
+
+def plan(file: str, overrides: Sequence[str], output: str) -> int:
+    """Print what would run where."""
+    from stackrl.runtime.launch.plan import make_plan
+    from stackrl.runtime.launch.plan_table import table
+
+    loaded = load(file, overrides)
+    made = make_plan(loaded)
+    print(json.dumps(asdict(made), indent=1) if output == "json" else table(made, loaded.stack))
+    warn(refusals(loaded))
+    return 0
+
+
+def refusals(loaded: LoadedStack) -> list[Problem]:
+    """What the stack asks for and this version cannot do."""
+    return loaded.locate(unsupported(loaded.stack, loaded.task))
+
+
+def warn(problems: Sequence[Problem]) -> None:
+    for problem in problems:
+        print(str(problem).replace(f"{problem.place}: ", f"{problem.place}: warning: ", 1), file=sys.stderr)
+
+
+def _check(file: str, overrides: Sequence[str], on_node: bool) -> Checked:
+    try:
+        found = refusals(load(file, overrides))
+    except StackError as error:
+        return Checked(file, error.problems, [])
+    return Checked(file, found, []) if on_node else Checked(file, [], found)
+
+
+def _schema_from(folder: Path) -> str:
+    """The schema as an editor finds it from ``folder``: relative inside the package's own folder."""
+    file = ROOT / "schemas" / "stack.schema.json"
+    return os.path.relpath(file, folder) if folder.resolve().is_relative_to(ROOT) else str(file)
+
+
+def _at(file: Path, what: str, mend: str) -> Problem:
+    return Problem((), what, mend, place=Place(str(file)))

@@ -1,0 +1,217 @@
+"""Which processes a run has, on which node, with which cores and GPUs. Pure: nothing is started or asked.
+
+Roles become processes: an engine per `tensor_parallel` GPUs (or per process), a trainer rank per GPU (or per
+process), and the orchestrator beside trainer rank 0 on node 0.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from stackrl.schemas import skypilot, split
+from stackrl.schemas.loader import LoadedStack
+from stackrl.schemas.stack import Stack
+
+if TYPE_CHECKING:
+    from stackrl.runtime.run import RunFolder
+
+ENGINE, TRAINER, ORCHESTRATOR = "engine", "trainer", "orchestrator"
+RUN = "RUN"
+"""Stands for the run's folder in a planned command."""
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a node offers."""
+
+    cores: tuple[int, ...]
+    gpus: int = 0
+
+    @classmethod
+    def here(cls) -> Machine:
+        """The cores that this process may run on, and the GPUs whose device files there are."""
+        cores = tuple(sorted(os.sched_getaffinity(0)))
+        return cls(
+            cores, len([path for path in Path("/dev").glob("nvidia[0-9]*") if path.name[6:].isdecimal()])
+        )
+
+
+@dataclass(frozen=True)
+class Process:
+    """One process of a run. Its environment holds no secret."""
+
+    role: str
+    """engine, trainer or orchestrator."""
+    index: int
+    """Among the processes of its role: the engine's number, the trainer's rank."""
+    node: int
+    pool: str
+    """The key under `roles:` that it belongs to: trainer, inference, prefill or decode."""
+    command: Sequence[str]
+    """Arguments after the Python interpreter; RUN stands for the run's folder."""
+    environment: dict[str, str] = field(default_factory=dict)
+    ports: Sequence[str] = ()
+    """Sockets that it opens. Their numbers are chosen when the run starts."""
+    cores: Sequence[int] = ()
+    """Cores that it computes on; empty: wherever there is room."""
+    gpus: Sequence[int] = ()
+    """GPUs of its node."""
+
+    @property
+    def name(self) -> str:
+        return self.role if self.role == ORCHESTRATOR else f"{self.role}-{self.index}"
+
+    def command_for(self, run: RunFolder) -> list[str]:
+        """What is started for a run, with the interpreter of this process."""
+        return [sys.executable, *(str(run.path) if part == RUN else part for part in self.command)]
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """How the trainer's ranks divide the work: ranks = replicate × shard × context."""
+
+    ranks: int
+    replicate: int
+    shard: int
+    context: int
+    expert: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything that runs."""
+
+    name: str
+    device: str
+    nodes: int
+    gpus_per_node: int
+    accelerator: str
+    parallel: Parallel
+    tensor_parallel: int
+    processes: Sequence[Process]
+
+
+def make_plan(loaded: LoadedStack, machine: Machine | None = None) -> Plan:
+    """Plan a stack. ``machine`` gives the cores that are dealt on each node; by default this machine's."""
+    stack, task = loaded.stack, loaded.task
+    device = split.device_of(stack, task)
+    kinds = skypilot.gpus_of_node(task) if device == "cuda" else []
+    accelerators = " or ".join(dict.fromkeys(name for name, _ in kinds))
+    gpus = kinds[0][1] if kinds else 0
+    ranks = split.trainer_ranks(stack, task)
+    processes = _trainer(stack, task, ranks, gpus) + _engines(stack, task, gpus) + [_orchestrator()]
+    if device == "cpu":
+        processes = deal_cores(processes, (machine or Machine.here()).cores)
+    parallel = stack.trainer.parallel
+    shard = ranks // (parallel.replicate * parallel.context)
+    return Plan(
+        name=loaded.name,
+        device=device,
+        nodes=skypilot.nodes(task),
+        gpus_per_node=gpus,
+        accelerator=accelerators,
+        parallel=Parallel(ranks, parallel.replicate, shard, parallel.context, parallel.expert),
+        tensor_parallel=stack.inference.tensor_parallel,
+        processes=processes,
+    )
+
+
+def lacking(plan: Plan, machine: Machine) -> str:
+    """What ``machine`` lacks to run ``plan`` by itself; empty where it can."""
+    if plan.nodes > 1:
+        return f"the run needs {plan.nodes} nodes, this is one machine"
+    if plan.gpus_per_node > machine.gpus:
+        return (
+            f"the run needs {plan.gpus_per_node} GPUs ({plan.accelerator}), this machine has {machine.gpus}"
+        )
+    return ""
+
+
+def deal_cores(processes: Sequence[Process], cores: Sequence[int]) -> list[Process]:
+    """Give each engine and trainer rank cores of its own, engines first; too few cores are shared in turn.
+
+    The orchestrator computes little and gets none.
+    """
+    takers = sorted(
+        (p for p in processes if p.role != ORCHESTRATOR), key=lambda p: (p.node, p.role != ENGINE, p.index)
+    )
+    dealt: dict[str, list[int]] = {}
+    for node in {process.node for process in takers}:
+        here = [process.name for process in takers if process.node == node]
+        for position, core in enumerate(cores[: max(len(cores), len(here))]):
+            if len(cores) >= len(here):
+                # neighbouring cores share caches, so each process gets a run of them
+                dealt.setdefault(here[position * len(here) // len(cores)], []).append(core)
+        if len(cores) < len(here):
+            dealt |= {name: [cores[position % len(cores)]] for position, name in enumerate(here)}
+    return [_with_cores(process, dealt.get(process.name, [])) for process in processes]
+
+
+def _with_cores(process: Process, cores: Sequence[int]) -> Process:
+    values = {name: getattr(process, name) for name in Process.__dataclass_fields__}
+    return Process(**{**values, "cores": tuple(cores)})
+
+
+def _trainer(stack: Stack, task: split.Task, ranks: int, gpus: int) -> list[Process]:
+    per_node = max(ranks // max(split.nodes_of_role(stack, task, "trainer"), 1), 1)
+    return [
+        Process(
+            role=TRAINER,
+            index=rank,
+            node=rank // per_node,
+            pool="trainer",
+            command=("-m", "stackrl.runtime.trainer", RUN),
+            environment={"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": str(ranks)},
+            ports=("weights", "rendezvous") if rank == 0 else (),
+            gpus=(rank % per_node,) if gpus else (),
+        )
+        for rank in range(ranks)
+    ]
+
+
+def _engines(stack: Stack, task: split.Task, gpus: int) -> list[Process]:
+    """Engines take the nodes, or the GPUs of the one node, that come after the trainer's."""
+    width = stack.inference.tensor_parallel
+    node = split.nodes_of_role(stack, task, "trainer")
+    gpu = split.gpus_of_role(stack, task, "trainer") if node == 0 else 0
+    engines: list[Process] = []
+    for pool in ("inference", "prefill", "decode"):
+        role = getattr(stack.roles, pool)
+        if role is None:
+            continue
+        nodes, first = split.nodes_of_role(stack, task, pool), 0 if role.share else gpu
+        count = max(split.gpus_of_role(stack, task, pool) // width, 1) if gpus else (role.processes or nodes)
+        per_node = max(count // nodes, 1) if nodes else count
+        for number in range(count):
+            start = first + (number % per_node) * width
+            index = len(engines)
+            engines.append(
+                Process(
+                    role=ENGINE,
+                    index=index,
+                    node=node + number // per_node if nodes else 0,
+                    pool=pool,
+                    command=("-m", "stackrl.runtime.inference", RUN, "--engine", str(index)),
+                    ports=("engine",),
+                    gpus=tuple(range(start, start + width)) if gpus else (),
+                )
+            )
+        node += nodes
+        gpu += 0 if nodes or role.share else count * width
+    return [_seeing_gpus(engine) for engine in engines]
+
+
+def _seeing_gpus(process: Process) -> Process:
+    if process.gpus:
+        process.environment["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, process.gpus))
+    return process
+
+
+def _orchestrator() -> Process:
+    command = ("-m", "stackrl.runtime.orchestrator", RUN)
+    return Process(role=ORCHESTRATOR, index=0, node=0, pool="trainer", command=command, ports=("batches",))

@@ -1,0 +1,97 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stackrl.runtime.launch.plan import ENGINE, Plan, Process
+from stackrl.schemas.stack import Stack, settings_of
+
+_SINGLE_ROWS = 12
+"""Up to so many processes have a row each; more are gathered by role and pool."""
+
+
+def table(plan: Plan, stack: Stack) -> str:
+    """Processes, then how the work is divided."""
+    rows = [("PROCESS", "NODE", "CORES" if plan.device == "cpu" else "GPUS", "PORTS", "COMMAND")]
+    rows += [_row(group) for group in _gathered(plan)]
+    widths = [max(len(row[column]) for row in rows) for column in range(4)]
+    lines = [
+        "  ".join([*(cell.ljust(width) for cell, width in zip(row, widths, strict=False)), row[4]])
+        for row in rows
+    ]
+    return "\n".join([_title(plan), "", *lines, "", *_divisions(plan, stack)])
+
+
+def _title(plan: Plan) -> str:
+    nodes = f"{plan.nodes} node{'s' * (plan.nodes > 1)}"
+    machine = f"{plan.gpus_per_node} × {plan.accelerator} each" if plan.gpus_per_node else "no GPUs"
+    return f"{plan.name}: {nodes}, {machine}, {len(plan.processes)} processes on {plan.device}"
+
+
+def _gathered(plan: Plan) -> list[list[Process]]:
+    """Engines first, as they are started."""
+    ordered = sorted(plan.processes, key=lambda process: process.role != ENGINE)
+    if len(ordered) <= _SINGLE_ROWS:
+        return [[process] for process in ordered]
+    groups: dict[tuple[str, str], list[Process]] = {}
+    for process in ordered:
+        groups.setdefault((process.role, process.pool), []).append(process)
+    return list(groups.values())
+
+
+def _row(group: list[Process]) -> tuple[str, ...]:
+    first, last = group[0], group[-1]
+    name = first.name if first is last else f"{first.name} … {last.index}"
+    if first.role == ENGINE and first.pool != "inference":
+        name += f" ({first.pool})"
+    computing = sorted({unit for process in group for unit in (*process.cores, *process.gpus)})
+    command = " ".join(["python", *first.command])
+    return (
+        name,
+        _span(sorted({process.node for process in group})),
+        _span(computing) or "any",
+        ", ".join(dict.fromkeys(port for process in group for port in process.ports)) or "-",
+        command if first is last else command.replace(f"--engine {first.index}", "--engine I"),
+    )
+
+
+def _span(numbers: Sequence[int]) -> str:
+    """``0-3`` for neighbours, else ``0,2``."""
+    if len(numbers) > 1 and list(numbers) == list(range(numbers[0], numbers[-1] + 1)):
+        return f"{numbers[0]}-{numbers[-1]}"
+    return ",".join(map(str, numbers))
+
+
+def _divisions(plan: Plan, stack: Stack) -> list[str]:
+    parallel = plan.parallel
+    engines = sum(process.role == ENGINE for process in plan.processes)
+    trainer = (
+        f"{_count(parallel.ranks, 'rank')} = {parallel.replicate} replicate × {parallel.shard} shard × "
+        f"{parallel.context} context; experts over {parallel.expert}"
+    )
+    gpus = f" of {_count(plan.tensor_parallel, 'GPU')}" if plan.device == "cuda" else ""
+    shares = f", {stack.roles.inference.engine_memory} of the trainer's GPU" if _shares(stack) else ""
+    lines = [f"trainer   {trainer}", f"engines   {engines}{gpus}{shares}"]
+    for stage in stack.stages:
+        settings = settings_of(stack, stage)
+        if stage.type == "rl":
+            algorithm = settings.algorithm
+            prompts = algorithm.batch_size // algorithm.group_size
+            work = (
+                f"{prompts} prompts × {algorithm.group_size} rollouts, staleness ≤ {algorithm.max_staleness}"
+            )
+        else:
+            work = f"{stage.batch_size} demonstrations"
+        names = ", ".join(environment.name for environment in settings.environments)
+        lines.append(f"stage     {stage.name}: {stage.type}, {stage.steps} steps of {work}, from {names}")
+    lines.append("ports     numbers are chosen at launch; every socket asks for the run's token")
+    return lines
+
+
+def _shares(stack: Stack) -> bool:
+    return stack.roles.inference is not None and stack.roles.inference.share is not None
+
+
+def _count(number: int, word: str) -> str:
+    return f"{number} {word}{'s' * (number != 1)}"

@@ -1,0 +1,285 @@
+"""What must fit together: rules over several keys, each with its mend.
+
+A rule takes the checked stack (and SkyPilot's task) and yields problems. Registering one is adding it to
+STACK_RULES or TASK_RULES.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path as File
+from typing import Any
+
+from stackrl.schemas import skypilot
+from stackrl.schemas.problems import STACK, Path, Problem
+from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
+from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stages import RlStage, SupervisedStage
+
+Problems = Iterator[Problem]
+
+
+def check(stack: Stack, task: Task | None, file: File) -> list[Problem]:
+    """All problems. ``task`` is None where SkyPilot's keys are wrong themselves: its rules wait then."""
+    problems = [problem for rule in STACK_RULES for problem in rule(stack)]
+    if task is not None:
+        problems += [problem for rule in TASK_RULES for problem in rule(stack, task)]
+        problems += file_is_named(task, file)
+    return problems
+
+
+def at(*steps: str | int) -> Path:
+    """A path inside the stack."""
+    return (*STACK, *steps)
+
+
+# ---- the stack by itself
+
+
+def supervised_stages_first(stack: Stack) -> Problems:
+    rl_seen = ""
+    for index, stage in enumerate(stack.stages):
+        if isinstance(stage, RlStage):
+            rl_seen = rl_seen or stage.name
+        elif rl_seen:
+            what = f"the supervised stage {stage.name} comes after the rl stage {rl_seen}"
+            yield Problem(at("stages", index, "type"), what, "put supervised stages first")
+
+
+def names_are_unique(stack: Stack) -> Problems:
+    yield from _unique([stage.name for stage in stack.stages], at("stages"), "stage")
+    for path, environments in environment_lists(stack):
+        yield from _unique([environment.name for environment in environments], path, "environment")
+
+
+def _unique(names: list[str], path: Path, kind: str) -> Problems:
+    counts = Counter(names)
+    for index, name in enumerate(names):
+        if counts[name] > 1 and name in names[:index]:
+            yield Problem(
+                (*path, index, "name"), f"there are two {kind}s called {name}", "give each its own name"
+            )
+
+
+def batches_hold_whole_groups(stack: Stack) -> Problems:
+    for path, algorithm in _by_stage(stack, "algorithm"):
+        size, group = algorithm.batch_size, algorithm.group_size
+        if size % group:
+            mend = f"make it {max(size // group, 1) * group} or {(size // group + 1) * group}"
+            yield Problem((*path, "batch_size"), f"{size} rollouts are not whole groups of {group}", mend)
+
+
+def replies_fit(stack: Stack) -> Problems:
+    held, trained = stack.inference.max_model_length, stack.trainer.sequence_length
+    if held > trained:
+        what = f"an engine may write {held} tokens, the trainer takes sequences of {trained}"
+        mend = f"raise trainer.sequence_length to {held}, or lower this"
+        yield Problem(at("inference", "max_model_length"), what, mend)
+    for path, sampling in _by_stage(stack, "sampling"):
+        if sampling.max_tokens >= held:
+            what = f"a reply of {sampling.max_tokens} tokens and its prompt do not fit in {held}"
+            yield Problem((*path, "max_tokens"), what, "lower it, or raise inference.max_model_length")
+
+
+def steps_suffice(stack: Stack) -> Problems:
+    for index, stage in enumerate(stack.stages):
+        warmup = settings_of(stack, stage).optimizer.warmup_steps
+        if warmup > stage.steps:
+            what = f"{warmup} warmup steps, but stage {stage.name} has {stage.steps} steps"
+            yield Problem(
+                _set_here(stage, index, "optimizer", "warmup_steps"), what, "lower the warmup steps"
+            )
+        if isinstance(stage, SupervisedStage) and stage.clean_steps > stage.steps:
+            what = f"{stage.clean_steps} clean steps, but the stage has {stage.steps}"
+            yield Problem(at("stages", index, "clean_steps"), what, f"make it at most {stage.steps}")
+
+
+def environment_arguments(stack: Stack) -> Problems:
+    """`args` against the JSON Schema that the environment declares."""
+    from jsonschema import Draft202012Validator
+
+    from stackrl.runtime.environments import schema_of
+    from stackrl.schemas.jsonschema_words import from_jsonschema
+
+    for path, environments in environment_lists(stack):
+        for index, environment in enumerate(environments):
+            schema = schema_of(environment.type)
+            errors = Draft202012Validator(schema).iter_errors(environment.args)
+            yield from from_jsonschema(errors, environment.args, schema, (*path, index, "args"))
+
+
+def one_pool_or_a_pair(stack: Stack) -> Problems:
+    roles = stack.roles
+    pools = [name for name in ("inference", "prefill", "decode") if getattr(roles, name)]
+    if pools not in (["inference"], ["prefill", "decode"]):
+        what = f"engines are given as {' and '.join(pools)}" if pools else "there are no engines"
+        yield Problem(at("roles"), what, "give `inference`, or both `prefill` and `decode`")
+
+
+def roles_have_one_size(stack: Stack) -> Problems:
+    for name, role in roles_of(stack):
+        sizes = [
+            key for key in ("nodes", "gpus", "processes", "share") if getattr(role, key, None) is not None
+        ]
+        if len(sizes) != 1:
+            keys = "nodes, gpus or processes" + (", or share" if name != "trainer" else "")
+            what = f"{' and '.join(sizes)} are given" if sizes else "has no size"
+            yield Problem(at("roles", name), what, f"give exactly one of {keys}")
+
+
+def sharing(stack: Stack) -> Problems:
+    for name, role in roles_of(stack):
+        if name == "trainer":
+            continue
+        if role.share and role.engine_memory is None:
+            mend = "say engine_memory, for example 8GiB"
+            yield Problem(at("roles", name), "an engine that shares the trainer's GPU needs a limit", mend)
+        if role.share and stack.roles.trainer.gpus != 1:
+            mend = "say trainer: {gpus: 1}, or give the engine its own GPUs"
+            yield Problem(at("roles", name, "share"), "only a trainer on one GPU can share it", mend)
+        if role.engine_memory and not role.share:
+            mend = "remove it, or say share: trainer; inference.gpu_memory is for engines with their own GPU"
+            yield Problem(at("roles", name, "engine_memory"), "only an engine that shares takes this", mend)
+
+
+# ---- the stack and its machines
+
+
+def roles_fit_machines(stack: Stack, task: Task) -> Problems:
+    """The split adds up: to the nodes, to the GPUs of the one node, or to processes without GPUs."""
+    nodes, kinds = skypilot.nodes(task), skypilot.gpus_of_node(task)
+    counts = sorted({count for _, count in kinds})
+    if len(counts) > 1:
+        what = f"machines with {' or '.join(map(str, counts))} GPUs: the split cannot fit both"
+        yield Problem(("resources",), what, "allow machines with equally many GPUs only")
+        return
+    if nodes > 1:
+        yield from _adds_up(stack, "nodes", nodes, f"num_nodes is {nodes}")
+    elif kinds and stack.device != "cpu":
+        yield from _adds_up(stack, "gpus", counts[0], f"the node has {counts[0]} GPU{'s' * (counts[0] > 1)}")
+    else:
+        for name, role in roles_of(stack):
+            if role.processes is None and not getattr(role, "share", None):
+                mend = "count processes: {processes: 1}"
+                yield Problem(at("roles", name), "the one node has no GPUs in `resources`", mend)
+            elif getattr(role, "share", None):
+                mend = "ask for one in `resources: {accelerators: ...}`, or say processes: 1"
+                yield Problem(at("roles", name, "share"), "there is no GPU to share", mend)
+
+
+def _adds_up(stack: Stack, unit: str, total: int, why: str) -> Problems:
+    taken, rest = 0, []
+    for name, role in roles_of(stack):
+        count = getattr(role, unit)
+        if getattr(role, "share", None):
+            continue
+        if count is None:
+            yield Problem(at("roles", name), f"must count {unit}: {why}", f"say {name}: {{{unit}: …}}")
+            return
+        if count == "rest":
+            rest.append(name)
+        else:
+            taken += count
+    if len(rest) > 1:
+        yield Problem(at("roles", rest[1], unit), f"{rest[0]} takes the rest already", "give a number")
+    elif rest and taken >= total:
+        what = f"nothing is left: the other roles take {taken} and {why}"
+        yield Problem(at("roles", rest[0], unit), what, "make the other roles smaller")
+    elif not rest and taken != total:
+        yield Problem(
+            at("roles"), f"the split adds up to {taken} {unit}, but {why}", f"make it add up to {total}"
+        )
+
+
+def device_fits(stack: Stack, task: Task) -> Problems:
+    if stack.device == "cuda" and not skypilot.gpus_of_node(task):
+        mend = "ask for them: resources: {accelerators: 'H100:8'}"
+        yield Problem(at("device"), "cuda needs accelerators, and `resources` asks for none", mend)
+
+
+def degrees_divide(stack: Stack, task: Task) -> Problems:
+    """Parallel degrees divide the ranks they cut."""
+    ranks = trainer_ranks(stack, task)
+    parallel = stack.trainer.parallel
+    for names in (("replicate", "context"), ("expert",)):
+        product = 1
+        for name in names:
+            product *= getattr(parallel, name)
+        if ranks and ranks % product:
+            what = f"{' × '.join(names)} is {product}, which does not divide the trainer's {ranks} ranks"
+            yield Problem(at("trainer", "parallel"), what, "choose degrees that divide the ranks")
+    width = stack.inference.tensor_parallel
+    for name, _ in roles_of(stack):
+        gpus = gpus_of_role(stack, task, name)
+        if name != "trainer" and gpus and gpus % width:
+            what = f"engines of {width} GPUs do not fill the {gpus} GPUs of {name}"
+            yield Problem(at("inference", "tensor_parallel"), what, "choose a degree that divides them")
+
+
+def token_for_several_nodes(stack: Stack, task: Task) -> Problems:
+    secrets = task.get("secrets") or {}
+    if skypilot.nodes(task) > 1 and "STACKRL_TOKEN" not in secrets:
+        mend = "add secrets: {STACKRL_TOKEN: null}"
+        yield Problem(("secrets",), "several nodes need a token for their sockets", mend, at_key=True)
+
+
+def file_is_named(task: Task, file: File) -> Problems:
+    """`envs.STACK` is the file itself, as seen from the work directory: nodes read it there."""
+    named = (task.get("envs") or {}).get("STACK")
+    workdir = task.get("workdir")
+    root = File(workdir if isinstance(workdir, str) else ".").expanduser().resolve()
+    real = file.resolve()
+    below = real.relative_to(root).as_posix() if real.is_relative_to(root) else ""
+    mend = f"say envs: {{STACK: {below or file.name}}}"
+    if named is None:
+        yield Problem(
+            ("envs", "STACK"), "the key STACK is missing: nodes find the stack by it", mend, at_key=True
+        )
+    elif below and os.path.normpath(str(named)) != below:
+        yield Problem(("envs", "STACK"), f"{named} is not this file", mend)
+    elif not below and not real.as_posix().endswith("/" + os.path.normpath(str(named)).lstrip("/")):
+        yield Problem(("envs", "STACK"), f"{named} is not this file, {file.name}", "name the file itself")
+
+
+STACK_RULES = (
+    supervised_stages_first,
+    names_are_unique,
+    batches_hold_whole_groups,
+    replies_fit,
+    steps_suffice,
+    environment_arguments,
+    one_pool_or_a_pair,
+    roles_have_one_size,
+    sharing,
+)
+TASK_RULES = (roles_fit_machines, device_fits, degrees_divide, token_for_several_nodes)
+
+
+# ---- where rules look
+
+
+def environment_lists(stack: Stack):
+    yield at("environments"), stack.environments
+    for index, stage in enumerate(stack.stages):
+        if stage.environments:
+            yield at("stages", index, "environments"), stage.environments
+    if stack.evaluate:
+        yield at("evaluate", "environments"), stack.evaluate.environments
+
+
+def _by_stage(stack: Stack, section: str):
+    """A section of the stack, then as each rl stage that changes it has it, with the path to blame."""
+    yield at(section), getattr(stack, section)
+    for index, stage in enumerate(stack.stages):
+        if isinstance(stage, RlStage) and getattr(stage, section) is not None:
+            yield at("stages", index, section), getattr(settings_of(stack, stage), section)
+
+
+def _set_here(stage: Any, index: int, section: str, key: str) -> Path:
+    """Where a value of a stage is written: in the stage, or in the section it takes it from."""
+    change = getattr(stage, section)
+    if change is not None and getattr(change, key) is not None:
+        return at("stages", index, section, key)
+    return at("stages", index)

@@ -1,0 +1,59 @@
+"""How `roles:` and SkyPilot's machines become numbers: for the rules and for the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from stackrl.schemas import skypilot
+from stackrl.schemas.roles import EngineRole, TrainerRole
+from stackrl.schemas.stack import Stack
+
+Task = Mapping[str, Any]
+
+
+def roles_of(stack: Stack) -> list[tuple[str, TrainerRole | EngineRole]]:
+    """The roles that are given, by name."""
+    return [(name, role) for name, role in stack.roles if role is not None]
+
+
+def device_of(stack: Stack, task: Task) -> str:
+    """`cpu` or `cuda`: as said, else cuda where accelerators are asked for."""
+    return stack.device or ("cuda" if skypilot.gpus_of_node(task) else "cpu")
+
+
+def gpus_of_role(stack: Stack, task: Task, name: str) -> int:
+    """GPUs over all nodes of a role; 0 on CPU or where the split is not known."""
+    role, kinds = getattr(stack.roles, name), skypilot.gpus_of_node(task)
+    if not kinds or role is None or device_of(stack, task) == "cpu":
+        return 0
+    per_node = kinds[0][1]
+    if getattr(role, "share", None):
+        return 1
+    if role.gpus is not None:
+        return _count(stack, name, "gpus", per_node)
+    return _count(stack, name, "nodes", skypilot.nodes(task)) * per_node if role.nodes is not None else 0
+
+
+def nodes_of_role(stack: Stack, task: Task, name: str) -> int:
+    """Whole nodes of a role; 0 where it has GPUs or processes of the one node."""
+    role = getattr(stack.roles, name)
+    return (
+        _count(stack, name, "nodes", skypilot.nodes(task))
+        if role is not None and role.nodes is not None
+        else 0
+    )
+
+
+def trainer_ranks(stack: Stack, task: Task) -> int:
+    """Processes of the trainer: one per GPU, or as many as are asked for."""
+    gpus = gpus_of_role(stack, task, "trainer")
+    return gpus or stack.roles.trainer.processes or nodes_of_role(stack, task, "trainer")
+
+
+def _count(stack: Stack, name: str, unit: str, total: int) -> int:
+    count = getattr(getattr(stack.roles, name), unit)
+    if count != "rest":
+        return count
+    others = [getattr(role, unit) for other, role in roles_of(stack) if other != name]
+    return max(total - sum(other for other in others if isinstance(other, int)), 0)

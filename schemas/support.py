@@ -1,0 +1,64 @@
+"""What the language knows and the runtime cannot do yet.
+
+`validate` warns of it; `launch`, `node` and `validate --on-node` refuse it. Nothing is ever ignored.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from stackrl.schemas import rules, skypilot
+from stackrl.schemas.problems import Problem
+from stackrl.schemas.rules import at
+from stackrl.schemas.split import Task
+from stackrl.schemas.stack import Stack
+
+NOT_READ = frozenset({"Roles.prefill", "Roles.decode", "Evaluate.every", "Evaluate.environments"})
+"""Fields that no code of the runtime reads, because what they ask for is listed below."""
+
+
+def unsupported(stack: Stack, task: Task) -> list[Problem]:
+    """Every wish of the stack that this version cannot fulfil."""
+    return list(_unsupported(stack, task))
+
+
+def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
+    nodes = skypilot.nodes(task)
+    if nodes > 1:
+        mend = "say num_nodes: 1 and split its GPUs or processes"
+        yield Problem(("num_nodes",), f"runs on several nodes ({nodes}) are not there yet", mend)
+    for key in ("service", "pool"):
+        if key in task:
+            yield Problem((key,), "this part of SkyPilot is not used by a run", "remove it", at_key=True)
+    for pool in ("prefill", "decode"):
+        if getattr(stack.roles, pool):
+            mend = "use one pool: inference"
+            yield Problem(
+                at("roles", pool), "separate engines for prefill and decode are not there yet", mend
+            )
+    for degree in ("replicate", "context", "expert"):
+        value = getattr(stack.trainer.parallel, degree)
+        if value > 1:
+            what = f"a degree of {value} is not there yet: the trainer shards over all its ranks"
+            yield Problem(at("trainer", "parallel", degree), what, "leave it out")
+    if stack.inference.tensor_parallel > 1:
+        yield Problem(
+            at("inference", "tensor_parallel"), "engines on several GPUs are not there yet", "leave it out"
+        )
+    if stack.inference.quantization:
+        yield Problem(at("inference", "quantization"), "quantised engines are not there yet", "leave it out")
+    if stack.weights.transport == "nccl":
+        yield Problem(at("weights", "transport"), "nccl is not there yet", "use pull or folder")
+    if stack.evaluate:
+        yield Problem(at("evaluate"), "evaluation during a run is not there yet", "leave it out", at_key=True)
+    yield from _environments(stack)
+
+
+def _environments(stack: Stack) -> Iterator[Problem]:
+    from stackrl.runtime.environments import RUNNABLE
+
+    for path, environments in rules.environment_lists(stack):
+        for index, environment in enumerate(environments):
+            if environment.type not in RUNNABLE:
+                mend = f"use one of {', '.join(RUNNABLE)}"
+                yield Problem((*path, index, "type"), f"{environment.type} cannot run yet", mend)

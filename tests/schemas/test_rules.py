@@ -1,0 +1,183 @@
+"""Rules over several keys: each bad combination is told with a mend, and its mended form passes."""
+
+import pytest
+
+import stacks
+from stackrl.schemas.loader import load
+from stackrl.schemas.problems import StackError
+
+TWO_NODES = (
+    ("num_nodes: 1\n", "num_nodes: 2\nresources: {accelerators: 'H100:8'}\nsecrets: {STACKRL_TOKEN: null}\n"),
+    ("trainer: {processes: 1}", "trainer: {nodes: 1}"),
+    ("inference: {processes: 1}", "inference: {nodes: rest}"),
+)
+
+
+def complaints(folder, *changes, base=stacks.GOOD):
+    with pytest.raises(StackError) as error:
+        load(stacks.write(folder, *changes, base=base))
+    file = folder / "small.yaml"
+    return [str(problem).replace(f"{file}:", "") for problem in error.value.problems]
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        (
+            [
+                ("type: supervised, steps: 20, clean_steps: 10", "type: rl, steps: 1"),
+                ("rl, steps: 5", "supervised, steps: 5"),
+            ],
+            "23:28: stages.1.type: the supervised stage main comes after the rl stage warmup; put supervised",
+        ),
+        ([("name: main", "name: warmup")], "23:16: stages.1.name: there are two stages called warmup"),
+        (
+            [("batch_size: 64", "batch_size: 60")],
+            "20:19: algorithm.batch_size: 60 rollouts are not whole groups of 8",
+        ),
+        (
+            [("type: rl, steps: 5", "type: rl, steps: 5, algorithm: {group_size: 7}")],
+            "23:42: stages.1.algorithm.batch_size: 64 rollouts are not whole groups of 7; make it 63 or 70",
+        ),
+        (
+            [("max_tokens: 9", "max_tokens: 4096")],
+            "16:28: sampling.max_tokens: a reply of 4096 tokens and its prompt do not fit in 4096",
+        ),
+        (
+            [("    sampling:", "    trainer: {sequence_length: 64}\n    sampling:")],
+            "an engine may write 4096 tokens, the trainer takes sequences of 64; raise",
+        ),
+        (
+            [("clean_steps: 10", "clean_steps: 10, optimizer: {warmup_steps: 21}")],
+            "stages.0.optimizer.warmup_steps: 21 warmup steps, but stage warmup has 20 steps; lower the",
+        ),
+        (
+            [("clean_steps: 10", "clean_steps: 21")],
+            "stages.0.clean_steps: 21 clean steps, but the stage has 20",
+        ),
+        ([("letters: [3, 6]", "letters: [0, 6]")], "environments.0.args.letters.0: must be at least 1, is 0"),
+        (
+            [("      inference: {processes: 1}\n", "")],
+            "roles: there are no engines; give `inference`, or both",
+        ),
+        (
+            [("inference: {processes: 1}", "prefill: {processes: 1}")],
+            "roles: engines are given as prefill; give `inference`, or both `prefill` and `decode`",
+        ),
+        (
+            [("inference: {processes: 1}", "inference: {processes: 1, gpus: 1}")],
+            "roles.inference: gpus and processes are given; give exactly one of nodes, gpus",
+        ),
+        ([("trainer: {processes: 1}", "trainer: {}")], "roles.trainer: has no size; give exactly one of"),
+        (
+            [("inference: {processes: 1}", "inference: {processes: 1, engine_memory: 1GiB}")],
+            "roles.inference.engine_memory: only an engine that shares takes this",
+        ),
+        (
+            [("inference: {processes: 1}", "inference: {share: trainer, engine_memory: 1GiB}")],
+            "roles.inference.share: there is no GPU to share",
+        ),
+        (
+            [("trainer: {processes: 1}", "trainer: {gpus: 1}")],
+            "roles.trainer: the one node has no GPUs in `resources`",
+        ),
+        ([("    version: 1\n", "    version: 1\n    device: cuda\n")], "device: cuda needs accelerators"),
+        (
+            stacks.gpus(8, "{trainer: {gpus: 4}, inference: {gpus: 2}}"),
+            "roles: the split adds up to 6 gpus, but the node has 8 GPUs; make it add up to 8",
+        ),
+        (
+            stacks.gpus(8, "{trainer: {gpus: 8}, inference: {gpus: rest}}"),
+            "roles.inference.gpus: nothing is left: the other roles take 8 and the node has 8 GPUs",
+        ),
+        (
+            stacks.gpus(8, "{trainer: {gpus: 2}, prefill: {gpus: rest}, decode: {gpus: rest}}"),
+            "roles.decode.gpus: prefill takes the rest already; give a number",
+        ),
+        (
+            stacks.gpus(8, "{trainer: {processes: 1}, inference: {processes: 1}}"),
+            "roles.trainer: must count gpus: the node has 8 GPUs; say trainer: {gpus: …}",
+        ),
+        (
+            stacks.gpus(2, "{trainer: {gpus: 2}, inference: {share: trainer, engine_memory: 1GiB}}"),
+            "roles.inference.share: only a trainer on one GPU can share it",
+        ),
+        (
+            stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer}}"),
+            "roles.inference: an engine that shares the trainer's GPU needs a limit; say engine_memory",
+        ),
+        (
+            stacks.gpus(
+                8, "{trainer: {gpus: 6}, inference: {gpus: 2}}", "    trainer: {parallel: {context: 4}}\n"
+            ),
+            "trainer.parallel: replicate × context is 4, which does not divide the trainer's 6 ranks",
+        ),
+        (
+            stacks.gpus(
+                8, "{trainer: {gpus: 5}, inference: {gpus: 3}}", "    inference: {tensor_parallel: 2}\n"
+            ),
+            "inference.tensor_parallel: engines of 2 GPUs do not fill the 3 GPUs of inference",
+        ),
+        (
+            [
+                *stacks.gpus(8, "{trainer: {gpus: 4}, inference: {gpus: 4}}"),
+                ("H100:8'", "H100:8', any_of: [{accelerators: 'A100:4'}, {}]"),
+            ],
+            "resources: machines with 4 or 8 GPUs: the split cannot fit both",
+        ),
+        (
+            [*TWO_NODES, ("secrets: {STACKRL_TOKEN: null}\n", "")],
+            "several nodes need a token for their sockets",
+        ),
+        (
+            [*TWO_NODES, ("nodes: rest", "nodes: 3")],
+            "roles: the split adds up to 4 nodes, but num_nodes is 2",
+        ),
+        ([("STACK: small.yaml", "STACK: other.yaml")], "4:15: envs.STACK: other.yaml is not this file"),
+        (
+            [("envs: {STACK: small.yaml}\n", "")],
+            "envs.STACK: the key STACK is missing: nodes find the stack by it",
+        ),
+    ],
+)
+def test_bad_combinations(tmp_path, changes, expected):
+    base = stacks.GOOD
+    for old, new in changes:
+        assert old in base
+        base = base.replace(old, new)
+    found = complaints(tmp_path, base=base)
+    assert any(expected in complaint for complaint in found), found
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        TWO_NODES,
+        stacks.gpus(8, "{trainer: {gpus: 4}, inference: {gpus: rest}}"),
+        stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: rest}}"),
+        stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 1GiB}}"),
+        stacks.gpus(8, "{trainer: {processes: 1}, inference: {processes: 2}}", "    device: cpu\n"),
+        [("type: rl, steps: 5", "type: rl, steps: 5, algorithm: {group_size: 4}")],
+        [("roles:", "weights: {kv: recompute}\n    roles:")],
+    ],
+)
+def test_good_combinations(tmp_path, changes):
+    load(stacks.write(tmp_path, *changes))
+
+
+def test_the_file_is_named_as_the_work_directory_sees_it(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    file = stacks.write(tmp_path / "deep", ("STACK: small.yaml", "STACK: ./deep/small.yaml"))
+    monkeypatch.chdir(tmp_path)
+    load("deep/small.yaml")
+    file.write_text(file.read_text().replace("./deep/", ""))
+    with pytest.raises(StackError, match=r"say envs: \{STACK: deep/small.yaml\}"):
+        load("deep/small.yaml")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")  # from elsewhere only the end of the path can be compared
+    load(file)
+
+
+def test_a_wrong_task_and_a_wrong_stack_are_told_together(tmp_path):
+    found = complaints(tmp_path, ("workdir: .", "workdirs: ."), ("batch_size: 64", "batch_size: 63"))
+    assert ["workdirs" in found[0], "63 rollouts" in found[1]] == [True, True]

@@ -1,0 +1,76 @@
+"""What the language knows and the runtime cannot do yet is listed, never ignored."""
+
+import re
+
+import pytest
+
+import stacks
+from stackrl.schemas.loader import load
+from stackrl.schemas.support import unsupported
+
+
+def wishes(file):
+    loaded = load(file)
+    return {str(problem).split(": ")[1] for problem in loaded.locate(unsupported(loaded.stack, loaded.task))}
+
+
+@pytest.mark.parametrize(
+    ("changes", "keys"),
+    [
+        ([], set()),
+        ([("    roles:", "    weights: {transport: nccl}\n    roles:")], {"weights.transport"}),
+        ([("    roles:", "    inference: {quantization: fp8}\n    roles:")], {"inference.quantization"}),
+        (
+            [
+                (
+                    "    stages:",
+                    "    evaluate: {every: 1, environments: [{name: a, type: reverse_text}]}\n    stages:",
+                )
+            ],
+            {"evaluate"},
+        ),
+        (
+            [("type: reverse_text, args: {letters: [3, 6]}", "type: swe, args: {dataset: x}")],
+            {"environments.0.type"},
+        ),
+        (
+            stacks.gpus(
+                8,
+                "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: 2}}",
+                "    inference: {tensor_parallel: 2}\n"
+                "    trainer: {parallel: {replicate: 2, context: 2, expert: 2}}\n",
+            ),
+            {
+                "roles.prefill",
+                "roles.decode",
+                "inference.tensor_parallel",
+                "trainer.parallel.replicate",
+                "trainer.parallel.context",
+                "trainer.parallel.expert",
+            },
+        ),
+        (
+            [
+                ("num_nodes: 1\n", "num_nodes: 2\nsecrets: [STACKRL_TOKEN]\nservice: {replicas: 1}\n"),
+                ("trainer: {processes: 1}", "trainer: {nodes: 1}"),
+                ("inference: {processes: 1}", "inference: {nodes: 1}"),
+            ],
+            {"num_nodes", "service"},
+        ),
+    ],
+)
+def test_wishes(tmp_path, changes, keys):
+    assert wishes(stacks.write(tmp_path, *changes)) == keys
+
+
+def test_only_glm5_wishes_too_much(monkeypatch):
+    monkeypatch.chdir(stacks.ROOT)
+    wishing = {file.stem for file in stacks.STACKS if wishes(file)}
+    assert wishing == {"glm5"}
+
+
+def test_every_wish_has_a_mend(monkeypatch):
+    monkeypatch.chdir(stacks.ROOT)
+    loaded = load("stacks/glm5.yaml")
+    for problem in loaded.locate(unsupported(loaded.stack, loaded.task)):
+        assert re.fullmatch(r"stacks/glm5.yaml:\d+:\d+: [\w.]+: .+; .+", str(problem))
