@@ -1,0 +1,36 @@
+"""``python -m stackrl.runtime.inference RUN_DIR --engine I``: become the vLLM server of engine I."""
+
+from __future__ import annotations
+
+import argparse
+import os
+
+from stackrl.runtime.inference.server import command, environment, shares_gpu
+from stackrl.runtime.run import RunFolder, run_token
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog="stackrl.runtime.inference")
+    parser.add_argument("run", type=RunFolder, help="folder of the run")
+    parser.add_argument("--engine", type=int, required=True, help="which of the run's engines")
+    arguments = parser.parse_args()
+    run_token()
+    stack, engines = arguments.run.stack(), arguments.run.endpoints().engines
+    if not 0 <= arguments.engine < len(engines):
+        raise SystemExit(f"error: engine {arguments.engine} of a run with {len(engines)} engines")
+    url = engines[arguments.engine]
+    try:
+        line = command(stack, arguments.run.model, url, _gpu_bytes() if shares_gpu(stack) else None)
+    except ValueError as error:
+        raise SystemExit(f"error: {error}") from error
+    os.execve(line[0], line, environment(stack, url))
+
+
+def _gpu_bytes() -> int | None:
+    import torch
+
+    return torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
+
+
+if __name__ == "__main__":
+    main()

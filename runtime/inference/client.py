@@ -1,0 +1,252 @@
+"""One vLLM server, as the orchestrator sees it: token ids in, token ids with logprobs and versions out."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import aiohttp
+
+from stackrl.runtime.inference.server import KEEP_ALIVE, SERVED_NAME
+from stackrl.runtime.transport.auth import bearer
+from stackrl.runtime.transport.messages import MessageError, Span, Version
+
+FIRST_LABEL = "default"
+"""vLLM's label for the weights that it started with."""
+FIRST_VERSION = Version(0, 0)
+BROKEN_LABEL = "incomplete update"
+"""Our label for weights of which only a part may be new. It is no version, so such tokens are refused."""
+CONTROL_TIMEOUT = 60.0
+"""Seconds for a call that only passes an order on: resume, label, version."""
+
+
+class EngineError(RuntimeError):
+    """An engine that did not do what it was asked to. Names the engine and the operation."""
+
+
+@dataclass(frozen=True)
+class Generation:
+    """A reply of T tokens; ``logprobs`` float [T] at the sampling temperature.
+
+    The stop token, if it was sampled, is the last token. ``spans`` cover the T tokens. ``cached`` counts
+    tokens of the prompt whose keys were in the engine's prefix cache.
+    """
+
+    tokens: list[int]
+    logprobs: list[float]
+    spans: list[Span]
+    finish_reason: Literal["stop", "length"]
+    cached: int
+
+
+@dataclass(frozen=True)
+class UpdateTimes:
+    """Seconds of one update: until running requests stood still, the transfer with its loading, all of it."""
+
+    pause: float
+    load: float
+    total: float
+
+
+class Engine:
+    """Client of one vLLM server. Any number of requests may run at once."""
+
+    def __init__(self, url: str, token: str, *, timeout: float = 600) -> None:
+        self.url = url.rstrip("/")
+        self._token = token
+        self._timeout = timeout
+        self._updating = asyncio.Lock()
+        self._sessions: dict[bool, aiohttp.ClientSession] = {}
+
+    async def wait_ready(self, timeout: float) -> None:
+        """Return when the server answers. Raises EngineError after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        reason = "it was not asked"
+        while time.monotonic() < deadline:
+            try:
+                async with self._session(keep_alive=False).get(
+                    f"{self.url}/health", timeout=aiohttp.ClientTimeout(total=10)
+                ) as response:
+                    if response.status == 200:
+                        return
+                    reason = f"it answered {response.status}: {await response.text()}"
+                    if response.status == 401:
+                        break
+            except (aiohttp.ClientError, TimeoutError) as error:
+                reason = str(error) or type(error).__name__
+            await asyncio.sleep(0.2)
+        raise EngineError(f"engine {self.url} was not ready within {timeout:g} s ({reason}); see its log")
+
+    async def generate(
+        self,
+        tokens: Sequence[int],
+        *,
+        max_tokens: int,
+        temperature: float,
+        seed: int,
+        salt: str,
+        stop_token_ids: Sequence[int],
+        request_id: str,
+    ) -> Generation:
+        """Sample a reply to the prompt ``tokens``: up to ``max_tokens`` and up to the engine's length.
+
+        Only ``stop_token_ids`` end a reply earlier. Requests with the same ``salt`` share cached prompts.
+        When the caller is cancelled, so is the request in the engine. Raises EngineError.
+        """
+        body = {
+            "model": SERVED_NAME,
+            "request_id": request_id,
+            "token_ids": list(tokens),
+            "cache_salt": salt,
+            "sampling_params": {
+                "max_tokens": max_tokens,
+                "temperature": temperature,
+                "top_p": 1.0,
+                "top_k": 0,
+                "min_p": 0.0,
+                "seed": seed,
+                "stop_token_ids": list(stop_token_ids),
+                "ignore_eos": True,  # stop_token_ids alone decide, whatever the model's config says
+                "logprobs": 0,  # of the sampled token, and of no other
+                "detokenize": False,
+            },
+        }
+        answer = await self._call("POST", "/inference/v1/generate", body, self._timeout, keep_alive=True)
+        try:
+            return _read_generation(answer)
+        except (KeyError, TypeError, ValueError) as error:
+            raise EngineError(f"engine {self.url}: generate {request_id}: {error}") from error
+
+    async def version(self) -> Version:
+        """The version of the weights that the engine holds. Raises EngineError after a failed update."""
+        answer = await self._call("GET", "/weight_info", None, CONTROL_TIMEOUT)
+        try:
+            return _read_label(answer["weight_version"])
+        except MessageError as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
+
+    async def update(
+        self, version: Version, source: str, kv: Literal["keep", "recompute"], timeout: float
+    ) -> UpdateTimes:
+        """Load ``version`` from ``source`` (a weight server's URL or a folder) while requests run.
+
+        Running requests stand still meanwhile and go on with the new weights; ``kv`` says whether on the
+        keys that the old weights cached or on recomputed ones (docs/weights.md). Raises EngineError: the
+        engine then generates on, but what it samples is refused until an update succeeds.
+        """
+        async with self._updating:
+            try:
+                async with asyncio.timeout(timeout):
+                    return await self._update(version, source, kv, timeout)
+            except TimeoutError as error:
+                raise EngineError(
+                    f"engine {self.url}: the update to {version} from {source} took over {timeout:g} s"
+                ) from error
+
+    async def close(self) -> None:
+        while self._sessions:
+            await self._sessions.popitem()[1].close()
+
+    async def _update(self, version: Version, source: str, kv: str, timeout: float) -> UpdateTimes:
+        began = time.monotonic()
+        try:
+            clear = "true" if kv == "recompute" else "false"
+            await self._call("POST", f"/pause?mode=keep&clear_cache={clear}", None, timeout)
+            paused = time.monotonic()
+            try:
+                await self._call("POST", "/start_weight_update", None, timeout)
+                update = {"source": source, "version": str(version), "timeout": timeout}
+                await self._call("POST", "/update_weights", {"update_info": update}, timeout)
+                await self._call("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout)
+            except BaseException:
+                await asyncio.shield(self._mark_broken())
+                raise
+            loaded = time.monotonic()
+        finally:
+            await asyncio.shield(self._call("POST", "/resume", None, CONTROL_TIMEOUT))
+        return UpdateTimes(pause=paused - began, load=loaded - paused, total=time.monotonic() - began)
+
+    async def _mark_broken(self) -> None:
+        """End a bracket that may still be open, and take the engine's label away."""
+        with contextlib.suppress(EngineError):  # the worker that failed has ended its bracket already
+            await self._call("POST", "/finish_weight_update", {}, CONTROL_TIMEOUT)
+        await self._call("POST", "/update_weight_version", {"new_version": BROKEN_LABEL}, CONTROL_TIMEOUT)
+
+    async def _call(
+        self, method: str, path: str, body: dict[str, Any] | None, timeout: float, keep_alive: bool = False
+    ) -> Any:
+        """The JSON that a route answers. Raises EngineError on anything but success."""
+        operation = f"engine {self.url}: {method} {path.partition('?')[0]}"
+        try:
+            async with self._session(keep_alive).request(
+                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+            ) as response:
+                text = await response.text()
+        except TimeoutError as error:
+            raise EngineError(f"{operation} got no answer in {timeout:g} s") from error
+        except aiohttp.ClientError as error:
+            raise EngineError(f"{operation} failed: {error}; see the engine's log") from error
+        if response.status != 200:
+            raise EngineError(f"{operation} answered {response.status}: {_reason(text)}")
+        try:
+            return json.loads(text)
+        except ValueError as error:
+            raise EngineError(f"{operation} answered no JSON: {text[:200]!r}") from error
+
+    def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
+        """Generation keeps its connections; an order gets one of its own.
+
+        vLLM closes a connection after an error without saying so, and the order that follows must not fail.
+        """
+        if keep_alive not in self._sessions:
+            life = {"keepalive_timeout": KEEP_ALIVE / 2} if keep_alive else {"force_close": True}
+            connector = aiohttp.TCPConnector(limit=0, **life)
+            self._sessions[keep_alive] = aiohttp.ClientSession(
+                connector=connector, headers=bearer(self._token)
+            )
+        return self._sessions[keep_alive]
+
+
+def _read_generation(answer: dict[str, Any]) -> Generation:
+    """Raises KeyError, TypeError or ValueError where the answer is not a whole generation."""
+    [choice] = answer["choices"]
+    tokens = choice["token_ids"]
+    content = choice["logprobs"]["content"]
+    if [entry["token_id"] for entry in content] != tokens:
+        raise ValueError("the logprobs are not those of the sampled tokens")
+    logprobs = [entry["logprob"] for entry in content]
+    if not all(-1000 < logprob <= 0 for logprob in logprobs):  # vLLM writes -9999 for what is not finite
+        raise ValueError("the engine sampled a token whose logprob is not finite")
+    if choice["finish_reason"] not in ("stop", "length"):
+        raise ValueError(f"the request ended by {choice['finish_reason']!r}")
+    spans = [
+        Span(span["start"], span["end"], _read_label(span["version"])) for span in choice["weight_versions"]
+    ]
+    if [t for span in spans for t in range(span.start, span.end)] != list(range(len(tokens))):
+        raise ValueError("the version spans do not cover the tokens")
+    details = answer["usage"].get("prompt_tokens_details") or {}
+    return Generation(tokens, logprobs, spans, choice["finish_reason"], details.get("cached_tokens") or 0)
+
+
+def _read_label(label: str) -> Version:
+    """Raises MessageError for a label that is no version, as after a failed update."""
+    if label == BROKEN_LABEL:
+        raise MessageError("its weights are of no version since an update failed; update it again")
+    return FIRST_VERSION if label == FIRST_LABEL else Version.parse(label)
+
+
+def _reason(text: str) -> str:
+    """The message in one of the several shapes in which vLLM answers an error."""
+    try:
+        error = json.loads(text)
+    except ValueError:
+        return text[:500]
+    for key in ("error", "message", "detail"):
+        if isinstance(error, dict) and key in error:
+            error = error[key]
+    return str(error)[:500]

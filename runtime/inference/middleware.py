@@ -1,0 +1,48 @@
+"""ASGI middleware that closes every route of vLLM's server to those without the run's token.
+
+vLLM's own ``--api-key`` guards /v1 alone and leaves the routes that pause it and replace its weights open.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from stackrl.runtime.run import run_token
+from stackrl.runtime.transport.auth import authorized
+
+log = logging.getLogger("vllm.stackrl")
+
+
+class TokenMiddleware:
+    """Answers 401 to a request, and closes a websocket, that does not show the token."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self._token = run_token()
+        self._refused: set[str] = set()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "lifespan" or self._allowed(scope):
+            await self._app(scope, receive, send)
+            return
+        self._log_once(scope)
+        if scope["type"] == "websocket":
+            await receive()  # the handshake, which is then denied
+            await send({"type": "websocket.close", "code": 1008})
+            return
+        body = b'{"error": "this needs the run\'s token"}'
+        headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 401, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    def _allowed(self, scope: Scope) -> bool:
+        shown = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(shown) == 1 and authorized(shown[0].decode("latin-1"), self._token)
+
+    def _log_once(self, scope: Scope) -> None:
+        peer = (scope.get("client") or ["unknown"])[0]
+        if peer not in self._refused:
+            self._refused.add(peer)
+            log.warning("refused %s without the run's token (first try: %s)", peer, scope["path"])

@@ -1,0 +1,152 @@
+"""The command and the environment that make a vLLM server of an engine of the stack.
+
+What vLLM does is stated here in full: also flags whose default is the same today, so that a new version of
+vLLM cannot change a run silently.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from stackrl.runtime.inference.plugin import BACKEND
+from stackrl.schemas.base import size_in_bytes
+from stackrl.schemas.inference import Inference
+from stackrl.schemas.stack import Stack
+
+CORES_VARIABLE = "STACKRL_CORES"
+"""Cores of an engine on CPU, as the node program deals them: `0`, `0-3`; `0-3|4-7` for two workers."""
+SERVED_NAME = "policy"
+KEEP_ALIVE = 60
+"""Seconds that the server keeps an idle connection. The client drops its end earlier."""
+
+PREFILL_TOKENS = 4096
+"""Tokens that an engine on CPU prefills in one step, at least."""
+RESERVED = {
+    "model": "model",
+    "host": "endpoints",
+    "port": "endpoints",
+    "uds": "endpoints",
+    "api-key": "the run's token",
+    "middleware": "the run's token",
+    "dtype": "model.dtype",
+    "quantization": "inference.quantization",
+    "tensor-parallel-size": "inference.tensor_parallel",
+    "max-model-len": "inference.max_model_length",
+    "max-num-seqs": "inference.max_requests",
+    "kv-cache-memory-bytes": "inference.cache_memory",
+    "gpu-memory-utilization": "inference.gpu_memory",
+    "enforce-eager": "inference.compile",
+    "logprobs-mode": "the trainer, which needs the logprobs that were sampled from",
+    "generation-config": "sampling",
+    "weight-transfer-config": "weights",
+    "seed": "seed",
+}
+"""Arguments of vLLM that the stack decides elsewhere, and where."""
+
+
+def command(stack: Stack, model: Path, url: str, gpu_bytes: int | None = None) -> list[str]:
+    """The server's command line. ``gpu_bytes``: the memory of one GPU, needed where an engine shares it.
+
+    Raises ValueError where `inference.arguments` names what the stack says elsewhere.
+    """
+    address = urlsplit(url)
+    arguments = {
+        "model": str(model),
+        "served-model-name": SERVED_NAME,
+        "host": address.hostname,
+        "port": address.port,
+        "dtype": stack.model.dtype,
+        "tensor-parallel-size": stack.inference.tensor_parallel,
+        "max-model-len": stack.inference.max_model_length,
+        "max-num-seqs": stack.inference.max_requests,
+        "seed": stack.seed,
+        # tokens in, tokens out
+        "skip-tokenizer-init": True,
+        "enable-scale-out": True,
+        "enable-prompt-tokens-details": True,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        # prompts of one version share their cache; what an update does to it is in docs/weights.md
+        "enable-prefix-caching": True,
+        "enable-chunked-prefill": True,
+        "weight-transfer-config": {"backend": BACKEND},
+        # closed to strangers, and quiet
+        "middleware": "stackrl.runtime.inference.middleware.TokenMiddleware",
+        "disable-fastapi-docs": True,
+        "disable-uvicorn-access-log": True,
+        "enable-log-requests": False,
+        "uvicorn-log-level": "warning",
+    }
+    if stack.inference.quantization:
+        arguments["quantization"] = stack.inference.quantization
+    arguments |= _on_cpu(stack) if stack.device == "cpu" else _on_gpu(stack, gpu_bytes)
+    arguments |= _further(stack.inference)
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)]
+
+
+def environment(stack: Stack, url: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+    """The server's environment: ``base``, the run's token included, and what vLLM reads from it."""
+    result = dict(base) | {
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and replace its weights
+        "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE),
+        "VLLM_HOST_IP": urlsplit(url).hostname or "",
+        "VLLM_NO_USAGE_STATS": "1",
+        "DO_NOT_TRACK": "1",
+        # the model is a folder of the run: nothing is looked up
+        "HF_HUB_OFFLINE": "1",
+        "TRANSFORMERS_OFFLINE": "1",
+    }
+    result.pop("VLLM_API_KEY", None)
+    if stack.device == "cpu":
+        # vLLM binds its workers' threads itself; the processes that only talk need one
+        result |= {"VLLM_CPU_OMP_THREADS_BIND": base.get(CORES_VARIABLE) or "auto", "OMP_NUM_THREADS": "1"}
+        result.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule --kv-cache-memory-bytes
+    return result
+
+
+def shares_gpu(stack: Stack) -> bool:
+    """Whether the engine runs on the trainer's own GPU."""
+    return stack.roles.inference is not None and stack.roles.inference.share is not None
+
+
+def _on_cpu(stack: Stack) -> dict[str, object]:
+    return {
+        "enforce-eager": True,
+        "kv-cache-memory-bytes": size_in_bytes(stack.inference.cache_memory),
+        # after a part of a prefill vLLM 0.32 turns the request's own generator back, which a generator of
+        # the CPU cannot do: the engine would die of any seeded request whose prompt is cut
+        "enable-chunked-prefill": False,
+        "max-num-batched-tokens": max(stack.inference.max_model_length, PREFILL_TOKENS),
+    }
+
+
+def _on_gpu(stack: Stack, gpu_bytes: int | None) -> dict[str, object]:
+    share = stack.inference.gpu_memory
+    if shares_gpu(stack) and stack.roles.inference.engine_memory:
+        if not gpu_bytes:
+            raise ValueError("roles.inference.engine_memory needs a GPU, and none is visible")
+        share = round(size_in_bytes(stack.roles.inference.engine_memory) / gpu_bytes, 4)
+    return {"enforce-eager": not stack.inference.compile, "gpu-memory-utilization": share}
+
+
+def _further(inference: Inference) -> dict[str, object]:
+    for name in inference.arguments:
+        if name in RESERVED:
+            raise ValueError(f"inference.arguments.{name} is decided by {RESERVED[name]}; remove it here")
+    return dict(inference.arguments)
+
+
+def _flags(arguments: Mapping[str, object]) -> Iterator[str]:
+    for name, value in arguments.items():
+        match value:
+            case bool():
+                yield f"--{name}" if value else f"--no-{name}"
+            case dict() | list():
+                yield from (f"--{name}", json.dumps(value))
+            case _:
+                yield from (f"--{name}", str(value))

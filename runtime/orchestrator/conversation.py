@@ -1,0 +1,125 @@
+"""The tokens of one rollout, turn by turn, kept exactly as they were sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from stackrl.runtime.environments.base import Message, Turn, assistant
+from stackrl.runtime.orchestrator.chat import Chat, TemplateError
+from stackrl.runtime.transport.messages import Sample, Span
+
+if TYPE_CHECKING:
+    from stackrl.runtime.inference.client import Generation
+
+
+class _Sequence:
+    """One growing training sequence: a list per array of Sample."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.tokens = list(prompt)
+        self.mask = [0] * len(prompt)
+        self.logprobs = [0.0] * len(prompt)
+        self.spans: list[Span] = []
+
+    def add(self, tokens: Sequence[int], *, trained: bool, logprobs: Sequence[float] | None = None) -> None:
+        self.tokens += tokens
+        self.mask += [int(trained)] * len(tokens)
+        self.logprobs += logprobs if logprobs is not None else [0.0] * len(tokens)
+
+    def sample(self, rollout: str, group: int, environment: str, temperature: float) -> Sample:
+        return Sample(
+            rollout=rollout,
+            group=group,
+            environment=environment,
+            tokens=np.array(self.tokens, dtype="<i4"),
+            loss_mask=np.array(self.mask, dtype="|u1"),
+            logprobs=np.array(self.logprobs, dtype="<f4"),
+            spans=self.spans,
+            temperature=temperature,
+        )
+
+
+class Conversation:
+    """Messages of a rollout and their tokens. Answers are added, then the environment's messages, in turn."""
+
+    def __init__(self, chat: Chat, messages: Sequence[Message]) -> None:
+        self._chat = chat
+        self._messages = list(messages)
+        self._sequences = [_Sequence(chat.prompt(messages))]
+        self._closed = True
+        self.answers: list[str] = []
+        self.sampled = 0
+        """Tokens that the engine sampled."""
+        self.prefix_breaks = 0
+        """Times that the template did not continue the tokens before, so that a new sequence began."""
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids that the model's next answer follows."""
+        return self._sequences[-1].tokens
+
+    def add_generation(self, generation: Generation) -> None:
+        """Append an answer of the engine. Raises ValueError where its parts do not belong together."""
+        _check(generation)
+        sequence, start = self._sequences[-1], len(self.prompt)
+        sequence.add(generation.tokens, trained=True, logprobs=generation.logprobs)
+        for span in generation.spans:
+            sequence.spans.append(Span(start + span.start, start + span.end, span.version))
+        self.sampled += len(generation.tokens)
+        self._add_answer(self._chat.text(generation.tokens), closed=self._chat.closed(generation.tokens))
+
+    def add_turn(self, turn: Turn) -> None:
+        """Append an answer of a demonstration."""
+        self._sequences[-1].add(self._chat.answer(turn.answer), trained=turn.trained)
+        self._add_answer(turn.answer, closed=True)
+
+    def add_message(self, message: Message) -> None:
+        """Append what the environment says to the last answer."""
+        self._messages.append(message)
+        try:
+            delta = self._chat.delta(message)
+        except TemplateError:
+            self.prefix_breaks += 1
+            self._sequences.append(_Sequence(self._chat.prompt(self._messages)))
+        else:
+            self._sequences[-1].add(delta[1:] if self._closed else delta, trained=False)
+
+    def samples(self, rollout: str, group: int, environment: str, temperature: float) -> list[Sample]:
+        """The training sequences: one, and one more for each prefix break."""
+        return [
+            sequence.sample(rollout, group, environment, temperature)
+            for sequence in self._sequences
+            if any(sequence.mask)
+        ]
+
+    def _add_answer(self, text: str, *, closed: bool) -> None:
+        self._messages.append(assistant(text))
+        self.answers.append(text)
+        self._closed = closed
+
+
+def demonstrate(chat: Chat, messages: Sequence[Message], turns: Sequence[Turn]) -> Conversation:
+    """A conversation that goes as ``turns`` say, tokenised as a rollout's is."""
+    conversation = Conversation(chat, messages)
+    for turn in turns:
+        conversation.add_turn(turn)
+        if turn.message is not None:
+            conversation.add_message(turn.message)
+    return conversation
+
+
+def _check(generation: Generation) -> None:
+    """An answer without a version or a logprob for a token must not be trained on."""
+    length = len(generation.tokens)
+    if length == 0:
+        raise ValueError("the engine sampled nothing")
+    if len(generation.logprobs) != length or not all(map(math.isfinite, generation.logprobs)):
+        raise ValueError(f"the engine gave no finite logprob for each of {length} tokens")
+    ends = [0, *(span.end for span in generation.spans)]
+    starts = [*(span.start for span in generation.spans), length]
+    if ends != starts:
+        raise ValueError(f"the engine's versions {generation.spans} do not cover {length} tokens")

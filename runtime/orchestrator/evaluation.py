@@ -1,0 +1,64 @@
+"""What the policy does on prompts that are never trained on: sampled, and with the likeliest tokens."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
+from statistics import fmean
+
+from stackrl.runtime.orchestrator.chat import Chat
+from stackrl.runtime.orchestrator.engines import Engines
+from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.orchestrator.groups import Rollout
+from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out
+from stackrl.runtime.orchestrator.seeds import Seeds
+from stackrl.runtime.orchestrator.tasks import Mix
+from stackrl.schemas.environments import Environment
+
+PROMPTS = 256
+
+
+async def evaluate(
+    environments: Sequence[Environment], seed: int, chat: Chat, engines: Engines, limits: Limits
+) -> dict[str, float]:
+    """Reward and exact match at the stage's temperature and greedily, over the same held-out prompts.
+
+    Every evaluation draws the same prompts, from a branch of the seed tree that training never visits.
+    Failed rollouts are left out and counted. Raises OrchestratorError where all of one kind failed.
+    """
+    mix = Mix(environments, Seeds(seed).branch("evaluation"))
+    sampled = await _roll_out_all(mix, chat, engines, limits)
+    greedy = await _roll_out_all(mix, chat, engines, replace(limits, temperature=0.0))
+    return {
+        "reward": fmean(rollout.reward for rollout in sampled),
+        "exact": fmean(rollout.metrics.get("solved", 0.0) for rollout in sampled),
+        "greedy_reward": fmean(rollout.reward for rollout in greedy),
+        "greedy_exact": fmean(rollout.metrics.get("solved", 0.0) for rollout in greedy),
+        "prompts": PROMPTS,
+        "failed": 2 * PROMPTS - len(sampled) - len(greedy),
+    }
+
+
+async def _roll_out_all(mix: Mix, chat: Chat, engines: Engines, limits: Limits) -> list[Rollout]:
+    results = await asyncio.gather(
+        *(_roll_out_one(mix, number, chat, engines, limits) for number in range(PROMPTS))
+    )
+    finished = [result for result in results if isinstance(result, Rollout)]
+    if not finished:
+        raise OrchestratorError(
+            f"all {PROMPTS} rollouts of an evaluation failed; the last one: {results[-1]}"
+        )
+    return finished
+
+
+async def _roll_out_one(
+    mix: Mix, number: int, chat: Chat, engines: Engines, limits: Limits
+) -> Rollout | RolloutError:
+    draw = mix.draw(number)
+    what = Assignment(number, 0, draw.name, draw.environment, draw.task, draw.seeds.branch("sample", 0))
+    async with engines.serving(number) as generate:
+        try:
+            return await roll_out(what, chat, generate, limits)
+        except RolloutError as error:
+            return error

@@ -1,0 +1,15 @@
+"""The run's token, as it travels: ``Authorization: Bearer <token>`` on every request between roles."""
+
+from __future__ import annotations
+
+import hmac
+
+
+def bearer(token: str) -> dict[str, str]:
+    """Headers that show ``token``."""
+    return {"Authorization": f"Bearer {token}"}
+
+
+def authorized(header: str | None, token: str) -> bool:
+    """Whether the Authorization ``header`` of a request shows ``token``; takes equal time for any header."""
+    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())

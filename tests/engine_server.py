@@ -1,0 +1,151 @@
+"""Real vLLM servers for tests, one at a time, shared by the session."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+import pytest_asyncio
+
+from stackrl.runtime.run import RunFolder
+from stackrl.schemas.stack import Stack
+
+if TYPE_CHECKING:
+    from tiny_models import Versions
+
+    from stackrl.runtime.inference.client import Engine
+
+TOKEN = "a-token-for-tests"
+READY_TIMEOUT = 400.0
+"""Seconds; vLLM needs over 100 on a busy machine."""
+
+
+@dataclass
+class RealEngine:
+    """A running server of a tiny model. Tests that need certain weights load them first."""
+
+    url: str
+    token: str
+    run: RunFolder
+    versions: Versions
+    """The served model in transformers, with the weights of any version."""
+    log: Path
+
+
+@pytest.fixture(scope="session")
+def real_engine(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[RealEngine]:
+    """A server of a tiny model: qwen3, or the kind that tests are parametrised with (`indirect`).
+
+    pytest groups the tests of a kind, so that each is started once and never two at a time.
+    """
+    kind = getattr(request, "param", None) or "qwen3"
+    with _serve(kind, tmp_path_factory.mktemp(kind)) as engine:
+        yield engine
+
+
+@pytest_asyncio.fixture
+async def client(real_engine: RealEngine) -> AsyncIterator[Engine]:
+    from stackrl.runtime.inference.client import Engine
+
+    engine = Engine(real_engine.url, real_engine.token, timeout=120)
+    yield engine
+    await engine.close()
+
+
+@contextlib.contextmanager
+def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
+    """Run the program of an engine, as the node program does, and end it."""
+    from tiny_models import Versions, tiny_model
+
+    model = tiny_model(kind)
+    run, url = _make_run(folder)
+    model.save_pretrained(run.model)
+    log = folder / "engine.log"
+    line = [sys.executable, "-m", "stackrl.runtime.inference", str(run.path), "--engine", "0"]
+    cores = str(min(os.sched_getaffinity(0)))
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            line,
+            env=os.environ | {"STACKRL_TOKEN": TOKEN, "STACKRL_CORES": cores},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    try:
+        _wait(url, process, log)
+        yield RealEngine(url, TOKEN, run, Versions(model), log)
+    finally:
+        _end(process)
+
+
+def _make_run(folder: Path) -> tuple[RunFolder, str]:
+    """A run folder with what an engine reads, but for the model."""
+    run = RunFolder(folder)
+    url = f"http://127.0.0.1:{free_port()}"
+    stack = Stack.model_validate(
+        {
+            "version": 1,
+            "device": "cpu",
+            "model": {"init": "random", "architecture": "qwen3", "dtype": "float32"},
+            "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
+            "inference": {"max_model_length": 256, "max_requests": 16, "cache_memory": "256MiB"},
+            "environments": [{"name": "reverse", "type": "reverse_text"}],
+            "stages": [{"name": "main", "type": "rl", "steps": 1}],
+        }
+    )
+    (run.path / "stack.json").write_text(stack.model_dump_json())
+    endpoints = {"orchestrator": "", "weights": "", "engines": [url], "rendezvous": ""}
+    (run.path / "endpoints.json").write_text(json.dumps(endpoints))
+    return run, url
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def _wait(url: str, process: subprocess.Popen, log: Path) -> None:
+    from stackrl.runtime.inference.client import Engine
+
+    async def until_ready() -> None:
+        engine = Engine(url, TOKEN)
+        ready = asyncio.create_task(engine.wait_ready(READY_TIMEOUT))
+        try:
+            while not ready.done():
+                if process.poll() is not None:
+                    raise RuntimeError(f"the engine ended with {process.returncode}")
+                await asyncio.sleep(0.5)
+            await ready
+        finally:
+            ready.cancel()
+            await engine.close()
+
+    try:
+        with asyncio.Runner() as runner:
+            runner.run(until_ready())
+    except RuntimeError as error:
+        pytest.fail(f"{error}:\n{log.read_text()[-4000:]}")
+
+
+def _end(process: subprocess.Popen) -> None:
+    """SIGTERM to the server, then SIGKILL to what is left of its process group."""
+    process.terminate()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(timeout=20)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait(timeout=20)

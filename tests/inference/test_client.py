@@ -1,0 +1,230 @@
+"""The engine client against a server that answers as vLLM does, or worse."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+import pytest_asyncio
+from aiohttp import web
+from engine_server import free_port
+
+from stackrl.runtime.inference.client import Engine, EngineError
+from stackrl.runtime.transport.messages import Span, Version
+
+TOKEN = "secret"
+UPDATE = ["pause", "start_weight_update", "update_weights", "finish_weight_update", "resume"]
+
+
+class Server:
+    """Records the control calls and answers what a test has put in."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.bodies: dict[str, dict] = {}
+        self.answers: dict[str, Callable] = {}
+        self.label = "default"
+        self.running = self.most = 0
+
+    async def handle(self, request: web.Request) -> web.Response:
+        if request.headers.get("Authorization") != f"Bearer {TOKEN}":
+            return web.json_response({"error": "no token"}, status=401)
+        name = request.path.rsplit("/", 1)[-1]
+        self.calls.append(request.path_qs.removeprefix("/"))
+        self.bodies[name] = await request.json() if request.can_read_body else {}
+        if name in self.answers:
+            return await self.answers[name](self.bodies[name])
+        if name == "weight_info":
+            return web.json_response({"weight_version": self.label})
+        if name == "update_weight_version":
+            self.label = self.bodies[name]["new_version"]
+        return web.json_response({"message": "done"})
+
+
+@pytest_asyncio.fixture
+async def server() -> AsyncIterator[Server]:
+    server = Server()
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", server.handle)
+    runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    server.url = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+    yield server
+    await runner.cleanup()
+
+
+@pytest_asyncio.fixture
+async def engine(server: Server) -> AsyncIterator[Engine]:
+    engine = Engine(server.url, TOKEN, timeout=5)
+    yield engine
+    await engine.close()
+
+
+def reply(tokens: list[int], **changes) -> dict:
+    choice = {
+        "token_ids": tokens,
+        "logprobs": {"content": [{"token_id": token, "logprob": -0.5} for token in tokens]},
+        "finish_reason": "stop",
+        "weight_versions": [{"version": "1.4", "start": 0, "end": len(tokens)}],
+    }
+    return {"choices": [choice | changes], "usage": {"prompt_tokens_details": {"cached_tokens": 16}}}
+
+
+def gives(answer: dict, status: int = 200) -> Callable:
+    async def respond(body: dict) -> web.Response:
+        return web.json_response(answer, status=status)
+
+    return respond
+
+
+async def ask(engine: Engine, request_id: str = "g1-r2-t0"):
+    return await engine.generate(
+        [1, 2], max_tokens=8, temperature=0.7, seed=5, salt="1.4", stop_token_ids=[263], request_id=request_id
+    )
+
+
+async def test_a_generation_is_read_whole(server: Server, engine: Engine) -> None:
+    spans = [{"version": "default", "start": 0, "end": 1}, {"version": "1.4", "start": 1, "end": 3}]
+    server.answers["generate"] = gives(reply([7, 8, 263], weight_versions=spans))
+    found = await ask(engine)
+    assert found.tokens == [7, 8, 263] and found.logprobs == [-0.5] * 3
+    assert found.spans == [Span(0, 1, Version(0, 0)), Span(1, 3, Version(1, 4))]
+    assert (found.finish_reason, found.cached) == ("stop", 16)
+    body = server.bodies["generate"]
+    assert (body["token_ids"], body["cache_salt"], body["request_id"]) == ([1, 2], "1.4", "g1-r2-t0")
+    sampling = body["sampling_params"]
+    assert (sampling["seed"], sampling["stop_token_ids"], sampling["ignore_eos"]) == (5, [263], True)
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"finish_reason": "abort"}, "ended by 'abort'"),
+        ({"logprobs": None}, ""),
+        (
+            {"logprobs": {"content": [{"token_id": 9, "logprob": -1.0}] * 2}},
+            "not those of the sampled tokens",
+        ),
+        ({"weight_versions": [{"version": "1.4", "start": 0, "end": 1}]}, "do not cover"),
+        ({"weight_versions": None}, ""),
+        ({"weight_versions": [{"version": "incomplete update", "start": 0, "end": 2}]}, "of no version"),
+        (
+            {
+                "logprobs": {
+                    "content": [{"token_id": 7, "logprob": -9999.0}, {"token_id": 8, "logprob": -1.0}]
+                }
+            },
+            "not finite",
+        ),
+    ],
+)
+async def test_a_generation_that_is_not_whole_is_an_error(server, engine, changes, reason) -> None:
+    server.answers["generate"] = gives(reply([7, 8], **changes))
+    with pytest.raises(EngineError, match=rf"engine {server.url}: generate g1-r2-t0: .*{reason}"):
+        await ask(engine)
+
+
+async def test_errors_name_the_engine_and_the_operation(server: Server, engine: Engine) -> None:
+    server.answers["generate"] = gives({"error": {"message": "the prompt is too long"}}, status=400)
+    with pytest.raises(
+        EngineError, match=rf"{server.url}: POST /inference/v1/generate answered 400: the prompt"
+    ):
+        await ask(engine)
+    stranger = Engine(server.url, "wrong")
+    with pytest.raises(EngineError, match="GET /weight_info answered 401"):
+        await stranger.version()
+    with pytest.raises(EngineError, match="answered 401"):
+        await stranger.wait_ready(5)
+    await stranger.close()
+    nobody = Engine(f"http://127.0.0.1:{free_port()}", TOKEN)
+    with pytest.raises(EngineError, match=r"not ready within 0.5 s .*[Cc]onnect"):
+        await nobody.wait_ready(0.5)
+    with pytest.raises(EngineError, match="GET /weight_info failed"):
+        await nobody.version()
+    await nobody.close()
+
+
+async def test_a_reply_that_does_not_come_is_an_error(server: Server) -> None:
+    async def never(body: dict) -> web.Response:
+        await asyncio.sleep(60)
+
+    server.answers["generate"] = never
+    impatient = Engine(server.url, TOKEN, timeout=0.3)
+    with pytest.raises(EngineError, match=r"generate got no answer in 0\.3 s"):
+        await ask(impatient)
+    await impatient.close()
+
+
+async def test_hundreds_of_requests_run_at_once(server: Server, engine: Engine) -> None:
+    everybody = asyncio.Event()
+
+    async def wait_for_all(body: dict) -> web.Response:
+        server.running += 1
+        if server.running == 300:
+            everybody.set()
+        await asyncio.wait_for(everybody.wait(), 20)
+        return web.json_response(reply([7]))
+
+    server.answers["generate"] = wait_for_all
+    patient = Engine(server.url, TOKEN, timeout=30)
+    found = await asyncio.gather(*(ask(patient, f"r{i}") for i in range(300)))
+    assert [generation.tokens for generation in found] == [[7]] * 300
+    await patient.close()
+
+
+@pytest.mark.parametrize(("kv", "flag"), [("keep", "false"), ("recompute", "true")])
+async def test_an_update_is_one_bracket(server: Server, engine: Engine, kv: str, flag: str) -> None:
+    times = await engine.update(Version(2, 3), "http://trainer:1", kv, timeout=9)
+    assert server.calls == [f"pause?mode=keep&clear_cache={flag}", *UPDATE[1:]]
+    info = {"source": "http://trainer:1", "version": "2.3", "timeout": 9}
+    assert server.bodies["update_weights"] == {"update_info": info}
+    assert server.bodies["finish_weight_update"] == {"weight_version": "2.3"}
+    assert 0 < times.pause < times.total and 0 < times.load < times.total
+
+
+@pytest.mark.parametrize("failing", ["start_weight_update", "update_weights", "finish_weight_update"])
+async def test_after_a_failed_update_the_engine_runs_without_a_version(server, engine, failing) -> None:
+    server.answers[failing] = gives({"error": {"message": "no memory"}}, status=500)
+    with pytest.raises(EngineError, match=rf"{failing} answered 500: no memory"):
+        await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=9)
+    assert server.calls[-3:] == ["finish_weight_update", "update_weight_version", "resume"]
+    with pytest.raises(EngineError, match="of no version"):
+        await engine.version()
+
+
+async def test_a_failed_pause_ends_in_a_resume_and_keeps_the_version(server: Server, engine: Engine) -> None:
+    server.label = "1.1"
+    server.answers["pause"] = gives({"error": "engine is busy"}, status=500)
+    with pytest.raises(EngineError, match="pause answered 500: engine is busy"):
+        await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=9)
+    assert server.calls[-1] == "resume"
+    assert await engine.version() == Version(1, 1)
+
+
+@pytest.mark.parametrize("how", ["timeout", "cancelled"])
+async def test_an_update_that_is_given_up_resumes_too(server: Server, engine: Engine, how: str) -> None:
+    entered = asyncio.Event()
+
+    async def never(body: dict) -> web.Response:
+        entered.set()
+        await asyncio.sleep(60)
+
+    server.answers["update_weights"] = never
+    update = asyncio.create_task(
+        engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=0.5 if how == "timeout" else 60)
+    )
+    await entered.wait()
+    if how == "cancelled":
+        update.cancel()
+    with pytest.raises(EngineError if how == "timeout" else asyncio.CancelledError):
+        await update
+    assert server.calls[-2:] == ["update_weight_version", "resume"]
+
+
+async def test_updates_follow_one_another(server: Server, engine: Engine) -> None:
+    steps = [engine.update(Version(2, step), "/weights", "keep", timeout=9) for step in range(3)]
+    await asyncio.gather(*steps)
+    assert [call.partition("?")[0] for call in server.calls] == UPDATE * 3

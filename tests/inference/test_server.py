@@ -1,0 +1,104 @@
+"""The command line and the environment of an engine, from the stack alone."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from stackrl.runtime.inference.server import command, environment
+from stackrl.schemas.stack import Stack
+
+URL = "http://127.0.0.1:8123"
+MODEL = Path("/run/model")
+
+
+def stack(device: str = "cpu", role: dict | None = None, **inference: object) -> Stack:
+    return Stack.model_validate(
+        {
+            "version": 1,
+            "device": device,
+            "seed": 7,
+            "model": {"id": "owner/name", "dtype": "bfloat16"},
+            "roles": {"trainer": {"processes": 1}, "inference": role or {"processes": 1}},
+            "inference": inference,
+            "environments": [{"name": "reverse", "type": "reverse_text"}],
+            "stages": [{"name": "main", "type": "rl", "steps": 1}],
+        }
+    )
+
+
+def flags(line: list[str]) -> dict[str, str | bool]:
+    """The flags after `python -m module`, by name; the last one counts, as for vLLM."""
+    result: dict[str, str | bool] = {}
+    words = line[3:]
+    for word, following in zip(words, [*words[1:], "--"], strict=True):
+        if word.startswith("--"):
+            result[word[2:]] = True if following.startswith("--") else following
+    return result
+
+
+def test_an_engine_on_cpu() -> None:
+    found = flags(command(stack(cache_memory="1.5GiB", max_requests=32, max_model_length=512), MODEL, URL))
+    expected = {
+        "model": "/run/model",
+        "host": "127.0.0.1",
+        "port": "8123",
+        "dtype": "bfloat16",
+        "seed": "7",
+        "max-num-seqs": "32",
+        "max-model-len": "512",
+        "kv-cache-memory-bytes": str(3 << 29),
+        "enforce-eager": True,
+        "logprobs-mode": "processed_logprobs",
+        "generation-config": "vllm",
+        "no-enable-log-requests": True,
+    }
+    assert {name: found.get(name) for name in expected} == expected
+    assert "gpu-memory-utilization" not in found
+
+
+def test_an_engine_on_a_gpu_of_its_own() -> None:
+    found = flags(command(stack("cuda", gpu_memory=0.8, tensor_parallel=2, quantization="fp8"), MODEL, URL))
+    assert found["gpu-memory-utilization"] == "0.8"
+    assert found["tensor-parallel-size"] == "2"
+    assert found["quantization"] == "fp8"
+    assert "no-enforce-eager" in found
+    assert "kv-cache-memory-bytes" not in found
+    assert "enforce-eager" in flags(command(stack("cuda", compile=False), MODEL, URL))
+
+
+def test_an_engine_that_shares_the_trainers_gpu() -> None:
+    shared = stack("cuda", role={"share": "trainer", "engine_memory": "8GiB"})
+    assert flags(command(shared, MODEL, URL, gpu_bytes=24 << 30))["gpu-memory-utilization"] == "0.3333"
+    with pytest.raises(ValueError, match="none is visible"):
+        command(shared, MODEL, URL)
+
+
+def test_further_arguments_are_passed_on_and_cannot_undo_what_the_stack_says() -> None:
+    arguments = {"block-size": 32, "enable-chunked-prefill": False, "compilation-config": {"level": 1}}
+    found = flags(command(stack(arguments=arguments), MODEL, URL))
+    assert found["block-size"] == "32"
+    assert "no-enable-chunked-prefill" in found and "enable-chunked-prefill" not in found
+    assert json.loads(found["compilation-config"]) == {"level": 1}
+    for name in ("middleware", "port", "logprobs-mode", "dtype"):
+        with pytest.raises(ValueError, match=rf"inference\.arguments\.{name} is decided by .*; remove it"):
+            command(stack(arguments={name: "x"}), MODEL, URL)
+
+
+def test_the_token_is_in_the_environment_only() -> None:
+    base = {
+        "STACKRL_TOKEN": "secret",
+        "STACKRL_CORES": "1-2",
+        "VLLM_CPU_KVCACHE_SPACE": "4",
+        "VLLM_API_KEY": "x",
+    }
+    found = environment(stack(), URL, base)
+    assert found["STACKRL_TOKEN"] == "secret"
+    assert not any("secret" in word for word in command(stack(), MODEL, URL))
+    assert found["VLLM_CPU_OMP_THREADS_BIND"] == "1-2"
+    assert found["HF_HUB_OFFLINE"] == "1"
+    assert "VLLM_CPU_KVCACHE_SPACE" not in found and "VLLM_API_KEY" not in found
+    assert environment(stack(), URL, {})["VLLM_CPU_OMP_THREADS_BIND"] == "auto"
+    assert "VLLM_CPU_OMP_THREADS_BIND" not in environment(stack("cuda"), URL, base)

@@ -1,0 +1,125 @@
+"""Admission: whatever the order in which groups finish, nothing is too old, dropped or stuck."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stackrl.runtime.orchestrator.admission import Admission
+
+
+def admission(per_batch=4, max_staleness=1, step=10, batches_left=3):
+    return Admission(per_batch=per_batch, max_staleness=max_staleness, step=step, batches_left=batches_left)
+
+
+def admit_all(a, engines, first=0):
+    group = first
+    while a.may_admit(engines):
+        a.admit(group)
+        group += 1
+    return group
+
+
+def test_at_most_so_many_are_admitted_and_not_trained():
+    a = admission()
+    assert admit_all(a, 10) == 8
+    a.seal(a.choose(range(4)))
+    assert not a.may_admit(10), "the sealed batch is not trained yet"
+    a.applied()
+    assert not a.may_admit(10), "the engines are a step behind"
+    assert admit_all(a, 11, first=8) == 12
+
+
+def test_zero_staleness_is_a_barrier():
+    a = admission(max_staleness=0)
+    assert admit_all(a, 10) == 4
+    assert a.choose(range(3)) is None
+    a.seal(a.choose(range(4)))
+    assert not a.may_admit(10) and not a.may_admit(11)
+    a.applied()
+    assert not a.may_admit(10) and a.may_admit(11)
+
+
+def test_never_more_than_the_stage_needs():
+    a = admission(max_staleness=5, batches_left=2)
+    assert admit_all(a, 10) == 8
+
+
+def test_a_dropped_group_makes_room():
+    a = admission()
+    admit_all(a, 10)
+    a.drop(3)
+    assert a.may_admit(10)
+
+
+def test_a_group_that_is_due_is_waited_for():
+    a = admission(max_staleness=1)
+    admit_all(a, 10)
+    a.seal(a.choose([4, 5, 6, 7]))
+    a.applied()
+    admit_all(a, 11, first=8)
+    assert a.choose([8, 9, 10, 11, 0, 1, 2]) is None, "group 3 is due by this step"
+    assert a.choose([8, 9, 10, 11, 0, 1, 2, 3]) == [0, 1, 2, 3]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    per_batch=st.integers(1, 4),
+    max_staleness=st.integers(0, 4),
+    batches=st.integers(1, 8),
+    choices=st.randoms(use_true_random=False),
+)
+def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, batches, choices):
+    """Groups finish or fail in any order, engines lag behind: each batch is fresh and the stage ends."""
+    a = admission(per_batch, max_staleness, step=0, batches_left=batches)
+    engines, next_group, sealed = 0, 0, 0
+    admitted: dict[int, int] = {}
+    running: set[int] = set()
+    finished: set[int] = set()
+    fails_left = 5
+    for _ in range(10_000):
+        if sealed == batches and not a.training:
+            break
+        events = []
+        if a.may_admit(engines):
+            events.append("admit")
+        if running:
+            events.append("finish")
+            events.extend(["fail"] * bool(fails_left))
+        if a.choose(finished):
+            events.append("seal")
+        if a.training:
+            events.append("apply")
+        if engines < a.step:
+            events.append("update")
+        assert events, "nothing can happen any more"
+        event = choices.choice(events)
+        if event == "admit":
+            a.admit(next_group)
+            admitted[next_group] = engines
+            running.add(next_group)
+            next_group += 1
+        elif event in ("finish", "fail"):
+            group = choices.choice(sorted(running))
+            running.remove(group)
+            if event == "finish":
+                finished.add(group)
+            else:
+                fails_left -= 1
+                a.drop(group)
+        elif event == "seal":
+            batch = a.choose(finished)
+            assert len(batch) == per_batch
+            assert all(a.step - admitted[group] <= max_staleness for group in batch)
+            a.seal(batch)
+            finished -= set(batch)
+            sealed += 1
+        elif event == "apply":
+            a.applied()
+        else:
+            engines = a.step
+        assert len(a.waiting) + a.training <= (max_staleness + 1) * per_batch
+    else:
+        pytest.fail("the stage did not end")
+    assert not a.waiting, "nothing is generated in vain"

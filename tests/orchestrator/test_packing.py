@@ -1,0 +1,100 @@
+"""Packing and batches: everything is in exactly once, nothing overflows, ranks stay in step."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from stackrl.runtime.orchestrator.batching import Layout, Place, build
+from stackrl.runtime.orchestrator.packing import causal_cost, pack
+from stackrl.runtime.transport.messages import Sample, Span, Version
+
+COST = causal_cost(64)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    lengths=st.lists(st.integers(1, 100), max_size=60),
+    ranks=st.integers(1, 5),
+    spare=st.integers(0, 200),
+)
+def test_a_packing_is_whole_and_even(lengths, ranks, spare):
+    capacity = max(lengths, default=1) + spare
+    dealt = pack(lengths, capacity, ranks, COST)
+    assert len(dealt) == ranks
+    assert len({len(bins) for bins in dealt}) == 1 and dealt[0]
+    assert sorted(i for bins in dealt for content in bins for i in content) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in content) <= capacity for bins in dealt for content in bins)
+    # first-fit leaves at most one bin half empty; then ranks get as many each
+    assert len(dealt[0]) * ranks < 2 * sum(lengths) / capacity + 1 + ranks
+
+
+@settings(max_examples=50, deadline=None)
+@given(lengths=st.lists(st.integers(1, 100), min_size=20, max_size=60), ranks=st.integers(2, 4))
+def test_ranks_have_about_the_same_to_do(lengths, ranks):
+    dealt = pack(lengths, 1000, ranks, COST)
+    loads = [sum(COST(lengths[i]) for content in bins for i in content) for bins in dealt]
+    assert max(loads) - min(loads) <= 2 * COST(100), "within a longest sequence or two"
+
+
+def test_long_sequences_cost_more_than_their_length():
+    lengths = [800, 100, 100, 100, 100, 100, 100, 100, 100]
+    [[long], [short]] = pack(lengths, 2000, 2, causal_cost(8))
+    assert long == [0] and len(short) == 8
+
+
+def test_a_sequence_over_the_capacity_is_an_error():
+    with pytest.raises(ValueError, match="a sequence of 65 tokens does not fit micro-batches of 64"):
+        pack([3, 65], 64, 1, COST)
+
+
+def sample(number, length, advantage):
+    sampled = length // 2
+    return Sample(
+        rollout=f"{number}-0",
+        group=number,
+        environment="e",
+        tokens=np.arange(length, dtype="<i4") + 1000 * number,
+        loss_mask=np.array([0] * (length - sampled) + [1] * sampled, dtype="|u1"),
+        logprobs=-np.arange(length, dtype="<f4"),
+        spans=[Span(length - sampled, length, Version(1, 0))],
+        advantage=advantage,
+        temperature=0.5 + number,
+    )
+
+
+def test_documents_keep_their_own_arrays():
+    samples = [sample(n, 4 + 3 * n, advantage=n / 8) for n in range(5)]
+    place = Place(1, 7, 4, "main", 2, checkpoint=True, last_of_stage=False)
+    batches = build(samples, place, Layout(capacity=20, ranks=2, cost=COST))
+    found = {}
+    for batch in batches:
+        assert (batch.index, batch.step, batch.stage, batch.checkpoint, batch.ranks) == (
+            7,
+            4,
+            "main",
+            True,
+            2,
+        )
+        assert batch.tokens == sum(int(s.loss_mask.sum()) for s in samples) and batch.sequences == 5
+        for part in batch.micro_batches:
+            starts = np.cumsum(part.lengths) - part.lengths
+            for d, (start, length) in enumerate(zip(starts, part.lengths, strict=True)):
+                here = slice(start, start + length)
+                found[int(part.tokens[start]) // 1000] = (part, d, here)
+    assert sorted(found) == list(range(5))
+    for number, (part, d, here) in found.items():
+        assert part.tokens[here].tolist() == samples[number].tokens.tolist()
+        assert part.loss_mask[here].tolist() == samples[number].loss_mask.tolist()
+        assert part.logprobs[here].tolist() == samples[number].logprobs.tolist()
+        assert part.advantages[d] == samples[number].advantage
+        assert part.temperatures[d] == samples[number].temperature
+
+
+def test_a_rank_without_work_gets_an_empty_micro_batch():
+    place = Place(1, 0, 0, "main", 0, checkpoint=False, last_of_stage=False)
+    _, idle = build([sample(0, 6, 1.0)], place, Layout(capacity=20, ranks=2, cost=COST))
+    [part] = idle.micro_batches
+    assert len(part.tokens) == len(part.lengths) == 0 and idle.tokens == 3

@@ -1,0 +1,55 @@
+"""The orchestrator as a process: its exit codes and its last line."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from small_runs import TOKEN, make_run
+
+COMMAND = [sys.executable, "-m", "stackrl.runtime.orchestrator"]
+
+
+def start(run, **environment):
+    env = {**os.environ, "STACKRL_TOKEN": TOKEN, **environment}
+    return subprocess.Popen([*COMMAND, str(run.path)], stderr=subprocess.PIPE, text=True, env=env)
+
+
+def test_ends_cleanly_at_sigterm(tmp_path):
+    run = make_run(tmp_path)
+    process = start(run)
+    deadline = time.monotonic() + 60
+    while not run.events.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 128 + signal.SIGTERM
+    assert "Traceback" not in process.stderr.read()
+
+
+def test_an_error_for_people_is_the_last_line(tmp_path):
+    run = make_run(tmp_path)
+    config = json.loads((run.model / "tokenizer_config.json").read_text())
+    config.pop("chat_template", None)
+    (run.model / "tokenizer_config.json").write_text(json.dumps(config))
+    (run.model / "chat_template.jinja").unlink(missing_ok=True)
+    process = start(run)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert stderr.splitlines()[-1].startswith("error: ") and "has no chat template" in stderr.splitlines()[-1]
+    assert "Traceback" not in stderr
+
+
+@pytest.mark.parametrize("token", ["", None])
+def test_needs_the_token(tmp_path, token):
+    run = make_run(tmp_path)
+    env = {key: value for key, value in os.environ.items() if key != "STACKRL_TOKEN"}
+    env |= {"STACKRL_TOKEN": token} if token is not None else {}
+    result = subprocess.run([*COMMAND, str(run.path)], capture_output=True, text=True, env=env, timeout=60)
+    assert result.returncode == 1 and "STACKRL_TOKEN is not set" in result.stderr

@@ -1,0 +1,130 @@
+"""One rollout: turns, limits, and failures that are data."""
+
+from __future__ import annotations
+
+import asyncio
+from itertools import pairwise
+from random import Random
+
+import pytest
+from fake_engine import FakeEngine
+from small_runs import chat, reversed_well, word_in
+
+from stackrl.runtime.environments import make
+from stackrl.runtime.orchestrator.engines import Engines
+from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out
+from stackrl.runtime.orchestrator.seeds import Seeds
+from stackrl.runtime.transport.messages import Version
+from stackrl.schemas.environments import Environment
+from stackrl.schemas.inference import PullWeights
+
+LIMITS = Limits(turn=9, sequence=128, seconds=5.0, temperature=1.0)
+
+
+def assignment(type="reverse_text", **args):
+    environment = make(Environment(name="it", type=type, args=args))
+    return Assignment(4, 2, "it", environment, environment.task(Random(0)), Seeds(0).branch("sample", 2))
+
+
+async def rolled(what, engine, limits=LIMITS):
+    engines = Engines([engine], 8, PullWeights())
+    await engines.ready(1)
+    async with engines.serving(what.group) as generate:
+        return await roll_out(what, chat(), generate, limits)
+
+
+async def test_one_turn():
+    engine = FakeEngine(reversed_well)
+    rollout = await rolled(assignment(letters=[3, 6]), engine)
+    assert (rollout.reward, rollout.turns, rollout.id) == (1.0, 1, "4-2")
+    [request] = engine.requests
+    assert (request["max_tokens"], request["temperature"], request["salt"]) == (9, 1.0, "0.0")
+    assert rollout.samples[0].tokens[: len(request["tokens"])].tolist() == request["tokens"]
+
+
+async def test_each_prompt_goes_on_from_the_tokens_before():
+    engine = FakeEngine(lambda prompt, rng: chat().answer("abc"))
+    rollout = await rolled(assignment("reverse_text_tries", tries=3), engine)
+    prompts = [request["tokens"] for request in engine.requests]
+    assert len(prompts) == 3 and rollout.turns == 3
+    for earlier, later in pairwise(prompts):
+        assert later[: len(earlier) + 4] == earlier + chat().answer("abc")
+    assert len({request["seed"] for request in engine.requests}) == 3
+    assert rollout.sampled == 12 == rollout.samples[0].loss_mask.sum()
+
+
+async def test_answers_are_as_long_as_there_is_room():
+    what = assignment("reverse_text_tries", letters=[4, 4])
+    engine = FakeEngine(lambda prompt, rng: chat().answer("abcdefgh"))
+    start = len(chat().prompt(what.task.messages))
+    rollout = await rolled(what, engine, Limits(turn=9, sequence=start + 12, seconds=5, temperature=1.0))
+    assert rollout.turns == 1, "the second turn's prompt leaves no room"
+    assert len(rollout.samples[0].tokens) == max(len(rollout.samples[0].tokens), start + 9)
+    with pytest.raises(RolloutError, match="leaves no room for an answer"):
+        await rolled(what, engine, Limits(turn=9, sequence=start, seconds=5, temperature=1.0))
+
+
+@pytest.mark.parametrize("where", ["engine", "environment"])
+async def test_the_time_limit_covers_engine_and_environment(where, monkeypatch):
+    what = assignment()
+    engine = FakeEngine(reversed_well, token_delay=10.0 if where == "engine" else 0.0)
+    if where == "environment":
+        monkeypatch.setattr(type(what.environment), "reply", lambda *_: asyncio.sleep(10))
+    with pytest.raises(RolloutError, match=r"it: over 0.1 s \(sampling.timeout\)"):
+        await rolled(what, engine, Limits(turn=9, sequence=128, seconds=0.1, temperature=1.0))
+    assert engine.running == 0, "the request was taken back"
+
+
+async def test_an_environment_that_fails_or_gives_no_number_is_no_reward(monkeypatch):
+    what = assignment()
+
+    async def fail(*_):
+        raise KeyError("no such task")
+
+    monkeypatch.setattr(type(what.environment), "reply", fail)
+    with pytest.raises(RolloutError, match="it: KeyError: 'no such task'"):
+        await rolled(what, FakeEngine(reversed_well))
+    monkeypatch.undo()
+    monkeypatch.setattr("stackrl.runtime.environments.reverse_text.similarity", lambda *_: float("nan"))
+    with pytest.raises(RolloutError, match="reward nan"):
+        await rolled(what, FakeEngine(reversed_well))
+
+
+async def test_no_turn_begins_during_an_update_and_newer_versions_overtake():
+    engine = FakeEngine(reversed_well, update_delay=0.2)
+    engines = Engines([engine], 8, PullWeights())
+    await engines.ready(1)
+    updating = asyncio.create_task(engines.keep_current())
+    engines.aim(Version(1, 1), "source")
+    await asyncio.sleep(0.05)
+    engines.aim(Version(1, 2), "source")
+    engines.aim(Version(1, 3), "source")
+    await rolled_on(engines)
+    [request] = engine.requests
+    assert request["salt"] == str(request["held"]) != "0.0"
+    await engines.holding(Version(1, 3), 2)
+    assert [version.step for version, _ in engine.updates] == [1, 3], "the one between is skipped"
+    with pytest.raises(OrchestratorError, match=r"the engines hold 1.3 and did not get 1.4 within 0 s"):
+        await engines.holding(Version(1, 4), 0.05)
+    updating.cancel()
+
+
+async def rolled_on(engines):
+    what = assignment()
+    async with engines.serving(0) as generate:
+        return await roll_out(what, chat(), generate, LIMITS)
+
+
+async def test_a_token_keeps_the_version_that_made_it():
+    engine = FakeEngine(lambda prompt, rng: chat().answer(word_in(prompt)), token_delay=0.02)
+    engines = Engines([engine], 8, PullWeights())
+    await engines.ready(1)
+    updating = asyncio.create_task(engines.keep_current())
+    rolling = asyncio.create_task(rolled_on(engines))
+    await asyncio.sleep(0.05)
+    engines.aim(Version(1, 1), "source")
+    [sample] = (await rolling).samples
+    assert [span.version for span in sample.spans] == [Version(0, 0), Version(1, 1)]
+    assert sample.oldest() == Version(0, 0)
+    updating.cancel()
