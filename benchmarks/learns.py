@@ -1,6 +1,6 @@
 """Does it learn? Runs the first RL stage of a stack on several seeds, and once more with an RL rate of 0.
 
-    python benchmarks/learns.py [--stack stacks/reverse-text-cpu.yaml] [--seeds 0 1 2] [--plot docs/learning.svg]
+    python benchmarks/learns.py [--stack stacks/x.yaml] [--seeds 0 1 2] [--plot docs/learning.svg]
 
 For each seed: the mean reward of the first ten and of the last ten steps. With the stack's rate the gain is
 to be at least 0.35; with a rate of 0 the two stay within 0.1. Exit code 1 where one of them is not so.
@@ -61,9 +61,10 @@ def main() -> int:
     for seed, chosen in [(seed, rate) for seed in options.seeds] + [(options.seeds[0], 0.0)]:
         outcome = run(options.stack, stages, seed, chosen)
         outcomes.append(outcome)
+        gain, verdict = outcome.last - outcome.first, "ok" if outcome.holds else "NOT SO"
         print(
             f"{seed:>4} {chosen:>8.0e} {outcome.first:>10.3f} {outcome.last:>9.3f} "
-            f"{outcome.last - outcome.first:>6.3f} {outcome.seconds:>8.0f}  {'ok' if outcome.holds else 'NOT SO'}",
+            f"{gain:>6.3f} {outcome.seconds:>8.0f}  {verdict}",
             flush=True,
         )
     if options.plot:

@@ -22,7 +22,7 @@ import os
 import re
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -194,8 +194,18 @@ def write_durably(path: Path, data: bytes) -> None:
         os.close(folder)
 
 
-def create_run(name: str, source: Path, source_hash: str, stack: Stack, plan: Any) -> RunFolder:
-    """Make the folder of a new run, for its owner alone. ``plan`` is JSON-able."""
+def create_run(
+    name: str,
+    source: Path,
+    source_hash: str,
+    stack: Stack,
+    plan: Any,
+    environment: Mapping[str, str] | None = None,
+) -> RunFolder:
+    """Make the folder of a new run, for its owner alone. ``plan`` is JSON-able.
+
+    ``environment``: the task's `envs`, where no one else brings them to the node program.
+    """
     runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
     run = RunFolder(runs_home() / new_run_id(name))
     run.path.mkdir(mode=0o700)
@@ -206,6 +216,7 @@ def create_run(name: str, source: Path, source_hash: str, stack: Stack, plan: An
         "source": str(source.resolve()),
         "hash": source_hash,
         "made": time.time(),
+        "environment": dict(environment or {}),
     }
     run.write("run.json", about)
     run.write_plan(stack, plan)

@@ -72,7 +72,7 @@ class Sampling(Model):
     """How replies are sampled. top-p and top-k are left out on purpose: the engine would report logprobs of
     the truncated distribution, and the trainer could not compute the same."""
 
-    temperature: float = Field(default=1.0, gt=0)
+    temperature: float = Field(default=1.0, gt=0, le=2)
     """Divides the logits; the trainer divides by the same."""
     max_tokens: int = Field(default=1024, ge=1)
     """Longest reply of one turn, in tokens."""

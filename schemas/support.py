@@ -13,13 +13,23 @@ from stackrl.schemas.rules import at
 from stackrl.schemas.split import Task
 from stackrl.schemas.stack import Stack
 
-NOT_READ = frozenset({"Roles.prefill", "Roles.decode", "Evaluate.every", "Evaluate.environments"})
+NOT_READ = frozenset({"Roles.prefill", "Roles.decode"})
 """Fields that no code of the runtime reads, because what they ask for is listed below."""
 
 
 def unsupported(stack: Stack, task: Task) -> list[Problem]:
     """Every wish of the stack that this version cannot fulfil."""
     return list(_unsupported(stack, task))
+
+
+def unsupported_here(task: Task) -> list[Problem]:
+    """What only a cloud or a cluster does for a task: without one, nobody would bring these files."""
+    mend = "put the files where the run expects them and remove it, or start the stack with `sky launch`"
+    return [
+        Problem((key,), "nothing is mounted or copied on this machine", mend, at_key=True)
+        for key in ("file_mounts", "volumes")
+        if task.get(key)
+    ]
 
 
 def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
@@ -49,8 +59,6 @@ def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
         yield Problem(at("inference", "quantization"), "quantised engines are not there yet", "leave it out")
     if stack.weights.transport == "nccl":
         yield Problem(at("weights", "transport"), "nccl is not there yet", "use pull or folder")
-    if stack.evaluate:
-        yield Problem(at("evaluate"), "evaluation during a run is not there yet", "leave it out", at_key=True)
     yield from _environments(stack)
 
 

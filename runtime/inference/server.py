@@ -14,12 +14,11 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from stackrl.runtime.inference.plugin import BACKEND
+from stackrl.runtime.run import CORES_VARIABLE
 from stackrl.schemas.base import size_in_bytes
 from stackrl.schemas.inference import Inference
 from stackrl.schemas.stack import Stack
 
-CORES_VARIABLE = "STACKRL_CORES"
-"""Cores of an engine on CPU, as the node program deals them: `0`, `0-3`; `0-3|4-7` for two workers."""
 SERVED_NAME = "policy"
 KEEP_ALIVE = 60
 """Seconds that the server keeps an idle connection. The client drops its end earlier."""

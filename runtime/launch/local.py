@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -15,6 +16,8 @@ from stackrl.runtime.monitor.records import History
 from stackrl.runtime.monitor.view import follow, told_change
 from stackrl.runtime.run import RunError, RunFolder, create_run, find_run, open_private
 from stackrl.schemas.loader import LoadedStack
+from stackrl.schemas.problems import StackError
+from stackrl.schemas.support import unsupported_here
 
 START_LIMIT = 60.0
 """Seconds until a node program has taken its run."""
@@ -29,7 +32,12 @@ def launch(source: LoadedStack | None, *, detach: bool, resume: str | None) -> i
     if resume is not None:
         run = _resumed(find_run(resume), source)
     elif source is not None:
-        run = create_run(source.name, source.path, source.hash, *admit(source))
+        if problems := unsupported_here(source.task):
+            raise StackError(source.locate(problems))
+        envs = {
+            name: str(value) for name, value in (source.task.get("envs") or {}).items() if value is not None
+        }
+        run = create_run(source.name, source.path, source.hash, *admit(source), envs)
     else:
         raise RunError("nothing to launch: name a stack file, or a run with `--resume RUN`")
     attempt, now = run.state().attempt, time.time()
@@ -57,6 +65,7 @@ def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
+            env=os.environ | run.read("run.json")["environment"],
         )
 
 

@@ -12,4 +12,5 @@ def bearer(token: str) -> dict[str, str]:
 
 def authorized(header: str | None, token: str) -> bool:
     """Whether the Authorization ``header`` of a request shows ``token``; takes equal time for any header."""
-    return hmac.compare_digest((header or "").encode(), f"Bearer {token}".encode())
+    shown = (header or "").encode(errors="surrogateescape")  # any bytes may come from outside
+    return hmac.compare_digest(shown, f"Bearer {token}".encode())

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from fake_roles import FAILS, SERVES, WORKS, fresh_home, make_run, process, task_file, wait_until
@@ -151,3 +152,26 @@ def test_what_the_runtime_cannot_do_is_refused_before_a_folder_is_made(tmp_path:
     with pytest.raises(StackError, match="nccl"):
         local.launch(loaded, detach=False, resume=None)
     assert all_runs() == []
+
+
+def test_files_that_nobody_would_bring_here_are_refused(tmp_path: Path) -> None:
+    file = task_file(tmp_path)
+    file.write_text(file.read_text() + "file_mounts: {/data: s3://bucket/data}\n")
+    with pytest.raises(StackError, match=r"fake\.yaml:\d+:1: file_mounts: nothing is mounted"):
+        local.launch(load(file), detach=False, resume=None)
+    assert all_runs() == []
+
+
+def test_the_tasks_environment_reaches_the_node_program(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = task_file(tmp_path)
+    file.write_text(file.read_text().replace("STACK: fake.yaml", "STACK: fake.yaml\n  MODE: '7'"))
+    started: list[dict[str, str]] = []
+    monkeypatch.setattr(
+        local.subprocess,
+        "Popen",
+        lambda command, **how: started.append(how["env"]) or SimpleNamespace(poll=int),
+    )
+    local.launch(load(file), detach=True, resume=None)
+    assert started[0]["MODE"] == "7" and started[0]["PATH"] == os.environ["PATH"]

@@ -93,6 +93,19 @@ async def test_runs_all_stages_and_ends(tmp_path):
     assert evaluated[0]["prompts"] == PROMPTS and 0 < evaluated[0]["reward"] < 1
 
 
+async def test_held_out_environments_are_evaluated_between_steps(tmp_path):
+    plan = {
+        "every": 2,
+        "environments": [{"name": "held", "type": "reverse_text", "args": {"letters": [5, 7]}}],
+    }
+    run = make_run(tmp_path, evaluate=plan)
+    trainer = FakeTrainer(run, TOKEN)
+    await run_all(run, trainer, FakeEngine(reversed_badly))
+    evaluated = [event for event in lines(run.events) if event["event"] == "evaluated"]
+    held_out = [(e["when"], e["version"]) for e in evaluated if e["when"].startswith("held-out")]
+    assert held_out == [("held-out held", f"1.{step}") for step in (2, 4, 6)]
+
+
 async def test_denominators_and_advantages(tmp_path):
     run = make_run(tmp_path)
     trainer = FakeTrainer(run, TOKEN, ranks=2)

@@ -21,15 +21,6 @@ def wishes(file):
         ([("    roles:", "    weights: {transport: nccl}\n    roles:")], {"weights.transport"}),
         ([("    roles:", "    inference: {quantization: fp8}\n    roles:")], {"inference.quantization"}),
         (
-            [
-                (
-                    "    stages:",
-                    "    evaluate: {every: 1, environments: [{name: a, type: reverse_text}]}\n    stages:",
-                )
-            ],
-            {"evaluate"},
-        ),
-        (
             [("type: reverse_text, args: {letters: [3, 6]}", "type: swe, args: {dataset: x}")],
             {"environments.0.type"},
         ),

@@ -137,7 +137,10 @@ async def test_ranks_must_agree_on_their_number(server, url):
             await in_thread(greet, other)
 
 
-@pytest.mark.parametrize("header", [{}, bearer("wrong"), bearer(TOKEN + "x"), {"Authorization": TOKEN}])
+@pytest.mark.parametrize(
+    "header",
+    [{}, bearer("wrong"), bearer(TOKEN + "x"), {"Authorization": TOKEN}, {b"Authorization": b"Bearer \xff"}],
+)
 @pytest.mark.parametrize(
     ("method", "path"), [("POST", "/hello"), ("GET", "/batches/5?rank=0"), ("POST", "/acks"), ("GET", "/")]
 )
