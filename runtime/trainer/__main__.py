@@ -12,11 +12,20 @@ from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.trainer.models.families import ModelError
 from stackrl.runtime.trainer.ranks import Rank, RanksError, claim_cores, join, leave
 from stackrl.runtime.trainer.run import run_trainer
+from stackrl.runtime.trainer.shared_gpu import SharedGpuError, take_what_is_left
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import MessageError
 from stackrl.runtime.transport.weights import WeightError
 
-FOR_PEOPLE = (ModelError, RanksError, CheckpointError, TransportError, MessageError, WeightError)
+FOR_PEOPLE = (
+    ModelError,
+    RanksError,
+    SharedGpuError,
+    CheckpointError,
+    TransportError,
+    MessageError,
+    WeightError,
+)
 
 
 def main() -> int:
@@ -26,7 +35,10 @@ def main() -> int:
     stack = run.stack()
     claim_cores(stack.trainer.threads)
     try:
-        mesh = join(me, run.endpoints().rendezvous, stack.device or "cpu")
+        endpoints = run.endpoints()
+        mesh = join(me, endpoints.rendezvous, stack.device or "cpu")
+        if stack.roles.inference and stack.roles.inference.share:
+            take_what_is_left(endpoints.engines[0], run_token())
         run_trainer(run, me, mesh, run_token())
         leave()
     except Exception as error:
