@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shlex
 import sys
 from collections.abc import Callable, Sequence
 
@@ -22,6 +23,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parsed = parser.parse_args(arguments)
     except SystemExit as exit:  # argparse has said what is wrong
         return exit.code if isinstance(exit.code, int) else 2
+    if parsed.version:
+        print(_version())
+        return 0
     if parsed.run_verb is None:
         parser.print_help(sys.stderr)
         return 2
@@ -89,8 +93,15 @@ def _plan(given: argparse.Namespace) -> int:
 
 def _launch(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import local
+    from stackrl.runtime.run import RunError
     from stackrl.schemas.loader import load
 
+    if given.resume and given.set and not given.file:
+        changes = " ".join(f"--set {shlex.quote(change)}" for change in given.set)
+        raise RunError(
+            "--set changes a stack file, and none is named; "
+            f"type `stackrl launch FILE --resume {given.resume} {changes}`"
+        )
     source = load(given.file, given.set) if given.file else None
     return local.launch(source, detach=given.detach, resume=given.resume)
 
@@ -125,6 +136,12 @@ def _node(given: argparse.Namespace) -> int:
     return node.main(given.stack)
 
 
+def _version() -> str:
+    from importlib.metadata import version
+
+    return f"stackrl {version('stackrl')}"
+
+
 class _Parser(argparse.ArgumentParser):
     """Ends a usage error with what to type next."""
 
@@ -140,6 +157,7 @@ def _parser() -> argparse.ArgumentParser:
         epilog=f"First steps: `stackrl doctor`, `stackrl plan {FIRST}`, `stackrl launch {FIRST}`.",
     )
     parser.set_defaults(run_verb=None)
+    parser.add_argument("--version", action="store_true", help="print the version")
     verbs = parser.add_subparsers(title="verbs", metavar="VERB")
 
     def verb(
@@ -222,7 +240,7 @@ def _sets(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="KEY=VALUE",
-        help="change a value of the stack, as in --set stages.warmup.steps=10",
+        help="change a value of the stack, as in --set stages.short.steps=10",
     )
 
 

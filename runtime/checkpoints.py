@@ -6,11 +6,12 @@
       manifest.json       name, size and SHA-256 of every file above, written last   (orchestrator)
 
 A folder without a manifest was never finished; one whose files differ from it is damaged. Both are passed
-over in favour of the one before.
+over in favour of the one before, and taken out of its way when the run goes on from there.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -100,8 +101,34 @@ def prune(path: Path, keep: int) -> None:
     oldest_kept = complete[-keep]
     for checkpoint in _all(path):
         if index_of(checkpoint) < index_of(oldest_kept):
-            (checkpoint / MANIFEST).unlink(missing_ok=True)
-            shutil.rmtree(checkpoint)
+            _delete(checkpoint)
+
+
+def set_aside(path: Path, index: int) -> list[Path]:
+    """Leave no checkpoint under ``path`` beyond optimizer step ``index``, where the run goes on.
+
+    What was passed over there must not count as newer than what the run saves from now on. The unfinished are
+    deleted, the others renamed: something may be left in them. Returns what the latter are called now.
+    """
+    renamed = []
+    for checkpoint in _all(path):
+        if index_of(checkpoint) <= index:
+            continue
+        if not (checkpoint / MANIFEST).is_file():
+            _delete(checkpoint)
+            continue
+        damaged = checkpoint.with_name(f"{checkpoint.name}.damaged")
+        shutil.rmtree(damaged, ignore_errors=True)  # of an earlier attempt
+        renamed.append(checkpoint.rename(damaged))
+        log.warning("%s cannot be used and is now called %s", checkpoint, damaged.name)
+    return renamed
+
+
+def _delete(checkpoint: Path) -> None:
+    """Manifest first, so that half a folder never counts. Somebody else may delete it meanwhile."""
+    (checkpoint / MANIFEST).unlink(missing_ok=True)
+    with contextlib.suppress(FileNotFoundError):
+        shutil.rmtree(checkpoint)
 
 
 def _all(path: Path) -> list[Path]:

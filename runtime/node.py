@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 import os
-import secrets
 import sys
 import time
 import traceback
@@ -33,6 +32,7 @@ from stackrl.runtime.run import (
     RunFolder,
     State,
     create_run,
+    new_token,
     runs_home,
 )
 from stackrl.runtime.supervisor import Program, Running, Stopped, Supervisor
@@ -59,8 +59,8 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
 
     Raises RunError (and the loader's error) before anything is started.
     """
+    place, token = Place.of(os.environ), new_token()
     os.umask(0o077)
-    place = Place.of(os.environ)
     path = Path(argument)
     if path.is_dir():
         run, show = RunFolder(path), False  # `stackrl launch` shows it
@@ -72,7 +72,8 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
         raise RunError(f"run {run.id} is finished; its model is in {run.final}")
     with run.kept():
         return guarded(
-            lambda: _Attempt(run, prepare, show).work(), died=lambda reason: _note_death(run, reason)
+            lambda: _Attempt(run, token, prepare, show).work(),
+            died=lambda reason: _note_death(run, reason),
         )
 
 
@@ -97,11 +98,10 @@ def _note_death(run: RunFolder, reason: str) -> None:
 class _Attempt:
     """One life of a run: from raising the attempt's number to the end of its last process."""
 
-    def __init__(self, run: RunFolder, prepare: Sequence[str], show: bool) -> None:
-        self._run = run
+    def __init__(self, run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> None:
+        self._run, self._token = run, token
         self._prepare = prepare
         self._processes = [Process(**process) for process in run.read("plan.json")["processes"]]
-        self._token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
         self._state = _begin(run)
         names = [process.name for process in self._processes]
         self._show = Prefixed(sys.stdout, ["node", "prepare", *names]) if show else None

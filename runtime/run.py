@@ -66,10 +66,6 @@ class State:
     roles: dict[str, str] = field(default_factory=dict)
     """Process, such as `trainer-0` → running, done, failed, or ended (by the node program)."""
 
-    @property
-    def ongoing(self) -> bool:
-        return self.status in ("created", "starting", "running")
-
 
 class RunFolder:
     """Typed access to the folder of a run."""
@@ -125,16 +121,26 @@ class RunFolder:
     def write_state(self, state: State) -> None:
         self.write("state.json", asdict(state))
 
-    def keeper(self) -> int | None:
-        """Pid of the node program that is at work on this run on this machine; None where there is none."""
-        try:
-            with open(self.path / "lock") as file:
-                fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except FileNotFoundError:
-            return None
-        except BlockingIOError:
-            return int((self.path / "lock").read_text() or 0) or None
-        return None
+    def keeper(self, limit: float = 1.0) -> int | None:
+        """Pid of the node program that is at work on this run on this machine; None where there is none.
+
+        A node program writes its pid right after it has locked the file, and takes it back before it lets
+        go. Raises RunError where one holds the lock for ``limit`` seconds without a pid.
+        """
+        deadline = time.monotonic() + limit
+        while True:
+            try:
+                with open(self.path / "lock") as file:
+                    fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+                return None
+            except FileNotFoundError:
+                return None
+            except BlockingIOError:
+                if pid := (self.path / "lock").read_text():
+                    return int(pid)
+            if time.monotonic() > deadline:
+                raise RunError(f"run {self.id} is running, but its node program has not said which it is")
+            time.sleep(0.01)
 
     @contextlib.contextmanager
     def kept(self, limit: float = 1.0) -> Iterator[None]:
@@ -159,10 +165,19 @@ class RunFolder:
             file.truncate(0)
             file.write(str(os.getpid()))
             file.flush()
-            yield
+            try:
+                yield
+            finally:
+                file.truncate(0)
 
     def read(self, name: str) -> Any:
         return json.loads((self.path / name).read_bytes())
+
+    def write_source(self, source: Path, source_hash: str, environment: Mapping[str, str]) -> None:
+        """Keep the file that says what the run is to do, and the environment that came with it."""
+        write_durably(self.path / "source.yaml", source.read_bytes())
+        origin = {"source": str(source.resolve()), "hash": source_hash, "environment": dict(environment)}
+        self.write("run.json", self.read("run.json") | origin)
 
     def write_plan(self, stack: Stack, plan: Any) -> None:
         """Keep what the run is to do: the resolved stack, and the plan as JSON-able data."""
@@ -209,16 +224,8 @@ def create_run(
     runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
     run = RunFolder(runs_home() / new_run_id(name))
     run.path.mkdir(mode=0o700)
-    write_durably(run.path / "source.yaml", source.read_bytes())
-    about = {
-        "id": run.id,
-        "name": name,
-        "source": str(source.resolve()),
-        "hash": source_hash,
-        "made": time.time(),
-        "environment": dict(environment or {}),
-    }
-    run.write("run.json", about)
+    run.write("run.json", {"id": run.id, "name": name, "made": time.time()})
+    run.write_source(source, source_hash, environment or {})
     run.write_plan(stack, plan)
     run.write_state(State())
     return run
@@ -264,6 +271,21 @@ def runs_home() -> Path:
 def new_run_id(name: str) -> str:
     """``<name>-<time>-<4 hex>``, without characters that a path or a shell minds."""
     return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def new_token() -> str:
+    """The token of a run that starts: what the environment gives, else a random one.
+
+    Raises RunError where the given one could be guessed, does not fit into a header, or would be found in
+    every line of the logs, which it is blotted out of.
+    """
+    given = os.environ.get(TOKEN_VARIABLE)
+    if given and not re.fullmatch(r"[A-Za-z0-9._~-]{16,}", given):
+        raise RunError(
+            f"{TOKEN_VARIABLE} must have 16 or more of the characters A-Z a-z 0-9 . _ ~ -; unset it to let "
+            "the run make its own, or set what `openssl rand -hex 32` prints"
+        )
+    return given or secrets.token_urlsafe(32)
 
 
 def run_token() -> str:

@@ -64,7 +64,7 @@ def _json_words(error: Any) -> tuple[str, str]:
             value, [str(o) for o in options]
         )
     if error.validator in _JSON_LIMITS:
-        return f"must be {_JSON_LIMITS[error.validator]} {wanted:g}, is {show(value)}", ""
+        return f"must be {_JSON_LIMITS[error.validator]} {wanted:.15g}, is {show(value)}", ""
     if error.validator in (
         "minItems",
         "maxItems",

@@ -16,7 +16,7 @@ _HEAD = """\
 A stack file is a SkyPilot task (`name`, `resources`, `num_nodes`, `workdir`, `envs`, `secrets`, `setup`,
 `run` and the rest of SkyPilot's keys) with the stack under `_metadata.stack`. This page lists the keys of the
 stack. Any of them can be changed on the command line: `--set algorithm.loss.ratio_cap=3`,
-`--set stages.warmup.steps=10` (entries of a list go by name or position).
+`--set stages.short.steps=10` (entries of a list go by name or position).
 
 `stackrl validate FILE` checks a file, `stackrl show FILE` prints it with all defaults filled in, and editors
 that know JSON Schema complete and check it through the first line of the files in stacks/.
@@ -118,7 +118,7 @@ def _type(field: dict[str, Any]) -> str:
 
 def _limits(field: dict[str, Any]) -> str:
     signs = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
-    limits = [f"{sign} {field[key]:g}" for key, sign in signs.items() if key in field]
+    limits = [f"{sign} {field[key]:.15g}" for key, sign in signs.items() if key in field]
     examples = [f"`{example}`" for example in field.get("examples", [])[:1]]
     extra = ", ".join(limits + (["such as " + examples[0]] if examples else []))
     return f", {extra}" if extra else ""

@@ -13,12 +13,17 @@ from pathlib import Path as File
 from typing import Any
 
 from stackrl.schemas import skypilot
+from stackrl.schemas.engine_arguments import refusal
+from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.problems import STACK, Path, Problem
 from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
 
 Problems = Iterator[Problem]
+
+POSITIONS = {"llama": 2048, "qwen3": 32768}
+"""`max_position_embeddings` where a random model leaves it out: the default of the family's config class."""
 
 
 def check(stack: Stack, task: Task | None, file: File) -> list[Problem]:
@@ -108,6 +113,35 @@ def environment_arguments(stack: Stack) -> Problems:
             schema = schema_of(environment.type)
             errors = Draft202012Validator(schema).iter_errors(environment.args)
             yield from from_jsonschema(errors, environment.args, schema, (*path, index, "args"))
+
+
+def engine_arguments(stack: Stack) -> Problems:
+    """`inference.arguments` cannot undo what is decided elsewhere."""
+    for name in stack.inference.arguments:
+        if why := refusal(name):
+            yield Problem(at("inference", "arguments", name), why, "remove it here", at_key=True)
+
+
+def model_holds_replies(stack: Stack) -> Problems:
+    """The shape of a model that is made at random; others are looked at when they are there."""
+    if not isinstance(stack.model, RandomModel):
+        return
+    shape, held = stack.model.config, stack.inference.max_model_length
+    positions = shape.get("max_position_embeddings", POSITIONS[stack.model.architecture])
+    if positions < held:
+        what = f"the model is made for {positions} tokens, an engine may write {held}"
+        mend = f"make it {held}, or lower inference.max_model_length"
+        yield Problem(at("model", "config", "max_position_embeddings"), what, mend)
+    if (width := shape.get("head_dim", 0)) % 2:
+        what = f"{width} is odd, and rotary positions turn pairs"
+        yield Problem(at("model", "config", "head_dim"), what, f"make it {width + 1}")
+
+
+def folders_have_no_revision(stack: Stack) -> Problems:
+    model = stack.model
+    if isinstance(model, PretrainedModel) and model.revision and File(model.id).expanduser().is_dir():
+        what = f"{model.id} is a folder here, and a folder has no revisions"
+        yield Problem(at("model", "revision"), what, "remove it")
 
 
 def one_pool_or_a_pair(stack: Stack) -> Problems:
@@ -226,10 +260,15 @@ def token_for_several_nodes(stack: Stack, task: Task) -> Problems:
 
 
 def file_is_named(task: Task, file: File) -> Problems:
-    """`envs.STACK` is the file itself, as seen from the work directory: nodes read it there."""
+    """`envs.STACK` is the file itself, as seen from the work directory: nodes read it there.
+
+    A relative work directory depends on where one stands: from inside it, or from elsewhere, only the end of
+    the path can be compared.
+    """
     named = (task.get("envs") or {}).get("STACK")
     workdir = task.get("workdir")
-    root = File(workdir if isinstance(workdir, str) else ".").expanduser().resolve()
+    written = File(workdir if isinstance(workdir, str) else ".").expanduser()
+    root = written.resolve()
     real = file.resolve()
     below = real.relative_to(root).as_posix() if real.is_relative_to(root) else ""
     mend = f"say envs: {{STACK: {below or file.name}}}"
@@ -237,9 +276,13 @@ def file_is_named(task: Task, file: File) -> Problems:
         yield Problem(
             ("envs", "STACK"), "the key STACK is missing: nodes find the stack by it", mend, at_key=True
         )
-    elif below and os.path.normpath(str(named)) != below:
+        return
+    path = os.path.normpath(str(named)).lstrip("/")
+    ends_alike = real.as_posix().endswith(f"/{path}")
+    from_inside = ends_alike and not written.is_absolute() and path.endswith(f"/{below}")
+    if below and path != below and not from_inside:
         yield Problem(("envs", "STACK"), f"{named} is not this file", mend)
-    elif not below and not real.as_posix().endswith("/" + os.path.normpath(str(named)).lstrip("/")):
+    elif not below and not ends_alike:
         yield Problem(("envs", "STACK"), f"{named} is not this file, {file.name}", "name the file itself")
 
 
@@ -250,6 +293,9 @@ STACK_RULES = (
     replies_fit,
     steps_suffice,
     environment_arguments,
+    engine_arguments,
+    model_holds_replies,
+    folders_have_no_revision,
     one_pool_or_a_pair,
     roles_have_one_size,
     sharing,

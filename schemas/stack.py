@@ -49,8 +49,8 @@ class Stack(Model):
 
     version: Literal[1]
     """Version of this language."""
-    seed: int = Field(default=0, ge=0)
-    """Root of all randomness: prompts, samples, first weights."""
+    seed: int = Field(default=0, ge=0, lt=1 << 32)
+    """Root of all randomness: prompts, samples, first weights. Below 2³², which is what vLLM takes."""
     device: Literal["cpu", "cuda"] | None = None
     """Derived: cuda where `resources` asks for accelerators, else cpu."""
     model: ModelSource

@@ -23,13 +23,19 @@ def unsupported(stack: Stack, task: Task) -> list[Problem]:
 
 
 def unsupported_here(task: Task) -> list[Problem]:
-    """What only a cloud or a cluster does for a task: without one, nobody would bring these files."""
+    """What only SkyPilot does for a task: without it, nobody would bring these files and secrets."""
     mend = "put the files where the run expects them and remove it, or start the stack with `sky launch`"
-    return [
+    problems = [
         Problem((key,), "nothing is mounted or copied on this machine", mend, at_key=True)
         for key in ("file_mounts", "volumes")
         if task.get(key)
     ]
+    secrets = task.get("secrets")
+    for name, value in secrets.items() if isinstance(secrets, dict) else ():
+        if value is not None:
+            what = "a run on this machine takes secrets from the environment, not from its file"
+            problems.append(Problem(("secrets", name), what, f"type `export {name}=…` and write null here"))
+    return problems
 
 
 def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:

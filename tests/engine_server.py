@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from stackrl.runtime.inference.client import Engine
 
 TOKEN = "a-token-for-tests"
+PLAIN = "qwen3"
 READY_TIMEOUT = 400.0
 """Seconds; vLLM needs over 100 on a busy machine."""
 
@@ -49,9 +50,9 @@ def real_engine(
 ) -> Iterator[RealEngine]:
     """A server of a tiny model: qwen3, or the kind that tests are parametrised with (`indirect`).
 
-    pytest groups the tests of a kind, so that each is started once and never two at a time.
+    The tests of a kind follow each other (conftest.py), so each is started once and never two at a time.
     """
-    kind = getattr(request, "param", None) or "qwen3"
+    kind = getattr(request, "param", None) or PLAIN
     with _serve(kind, tmp_path_factory.mktemp(kind)) as engine:
         yield engine
 
@@ -63,6 +64,14 @@ async def client(real_engine: RealEngine) -> AsyncIterator[Engine]:
     engine = Engine(real_engine.url, real_engine.token, timeout=120)
     yield engine
     await engine.close()
+
+
+def engine_kind(item: pytest.Item) -> str:
+    """The kind of server that a test needs; empty where it needs none."""
+    if "real_engine" not in getattr(item, "fixturenames", ()):
+        return ""
+    parameters = item.callspec.params if hasattr(item, "callspec") else {}
+    return parameters.get("real_engine") or PLAIN
 
 
 @contextlib.contextmanager

@@ -25,10 +25,11 @@ class FakeTrainer:
         ranks: int = 1,
         stop_at: int | None = None,
         step_delay: float = 0.0,
+        save_delay: float = 0.0,
     ) -> None:
         """``stop_at``: the optimizer step before which it goes away without a word."""
         self._run, self._token, self._ranks = run, token, ranks
-        self._stop_at, self._step_delay = stop_at, step_delay
+        self._stop_at, self._step_delay, self._save_delay = stop_at, step_delay, save_delay
         self._stack = run.stack()
         self._supervised = sum(s.steps for s in self._stack.stages if s.type == "supervised")
         found = checkpoints.newest(run.checkpoints(self._stack))
@@ -93,7 +94,7 @@ class FakeTrainer:
         """None when told to go away."""
         while not self._leave.is_set():
             try:
-                return client.fetch(index, timeout=0.5)
+                return client.fetch(index, silence=0.5)
             except TransportError as error:
                 if "the orchestrator refused" in str(error):
                     raise
@@ -103,6 +104,7 @@ class FakeTrainer:
         said = {"index": batch.index, "step": batch.step, "version": version, "timeout": 2}
         client.ack(**said, state="applied", metrics={"loss": 0.5, "tokens_packed": 10.0})
         if batch.checkpoint:
+            time.sleep(self._save_delay)
             folder = checkpoints.folder(self._run.checkpoints(self._stack), index) / "trainer"
             folder.mkdir(parents=True, exist_ok=True)
             (folder / "progress.json").write_text(f'{{"index": {index}}}')

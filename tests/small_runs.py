@@ -52,8 +52,8 @@ def make_run(folder: Path, **changes: Any) -> RunFolder:
 
 def begin_attempt(run: RunFolder) -> None:
     """Fresh ports and the next incarnation, as the node program gives them to each attempt."""
-    incarnation = run.state().incarnation if (run.path / "state.json").exists() else 0
-    run.write_state(State(status="running", incarnation=incarnation + 1))
+    before = run.state() if (run.path / "state.json").exists() else State()
+    run.write_state(State(status="running", attempt=before.attempt + 1, incarnation=before.incarnation + 1))
     url = f"http://127.0.0.1:{free_port()}"
     run.write("endpoints.json", vars(Endpoints(orchestrator=url, weights="", engines=[], rendezvous="")))
 

@@ -72,7 +72,7 @@ def test_newest_goes_by_number_and_not_by_name(tmp_path: Path) -> None:
 
 
 def names(path: Path) -> list[int]:
-    return sorted(checkpoints.index_of(entry) for entry in path.iterdir())
+    return sorted(checkpoints.index_of(entry) for entry in path.iterdir() if "." not in entry.name)
 
 
 def test_pruning_keeps_the_newest_complete_ones_and_what_is_being_written(tmp_path: Path) -> None:
@@ -92,3 +92,34 @@ def test_pruning_never_takes_the_last_complete_one(tmp_path: Path) -> None:
     assert names(tmp_path) == [10, 20]
     checkpoints.prune(tmp_path, 2)
     assert names(tmp_path) == [10, 20]
+
+
+def test_pruning_does_not_mind_who_else_deletes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rmtree = checkpoints.shutil.rmtree
+
+    def too_late(folder: Path) -> None:
+        rmtree(folder)
+        rmtree(folder)
+
+    monkeypatch.setattr(checkpoints.shutil, "rmtree", too_late)
+    for index in (10, 20, 30):
+        make(tmp_path, index)
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == [30]
+
+
+def test_what_a_resumed_run_passed_over_is_not_its_newest(tmp_path: Path) -> None:
+    for index in (50, 100, 110):
+        make(tmp_path, index, finish=index != 110)
+    for _ in range(2):  # the same one may be damaged again
+        flip_a_byte(checkpoints.folder(tmp_path, 100) / "trainer/data")
+        used = checkpoints.newest(tmp_path)
+        assert checkpoints.set_aside(tmp_path, checkpoints.index_of(used)) == [
+            tmp_path / "step-000100.damaged"
+        ]
+        assert names(tmp_path) == [50] and (tmp_path / "step-000100.damaged/trainer/data").exists()
+        make(tmp_path, 100)
+    checkpoints.set_aside(tmp_path, 50)
+    make(tmp_path, 60)
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == [60] and checkpoints.newest(tmp_path).name == "step-000060"

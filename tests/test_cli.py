@@ -2,14 +2,16 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
+import tomllib
 
 import pytest
 import yaml
 
 import stacks
-from stackrl.cli import main
+from stackrl.cli import FIRST, main
 from stackrl.runtime.launch import front
 
 HEAVY = ("torch", "vllm", "transformers", "sky", "numpy", "aiohttp", "httpx", "msgspec", "rich")
@@ -149,6 +151,25 @@ def test_schema(cli):
 def test_bad_usage_is_2_and_says_what_to_do(cli, arguments, words):
     code, out, err = cli(*arguments)
     assert (code, out) == (2, "") and words in err and "Traceback" not in err
+
+
+def test_changes_of_a_resumed_run_need_a_file_to_change(cli):
+    code, out, err = cli("launch", "--resume", "latest", "--set", "seed=1", "--set", "a=[1, 2]")
+    assert (code, out) == (2, "")
+    assert "`stackrl launch FILE --resume latest --set seed=1 --set 'a=[1, 2]'`" in err
+
+
+def test_the_example_of_the_help_works_on_the_demo(cli, monkeypatch):
+    help = " ".join(cli("validate", "--help")[1].split())
+    example = re.search(r"as in --set (\S+)", help)[1]
+    assert f"--set {example}" in (stacks.ROOT / "docs" / "stack.md").read_text()
+    monkeypatch.chdir(stacks.ROOT)
+    assert cli("validate", FIRST, "--set", example)[0] == 0
+
+
+def test_version(cli):
+    declared = tomllib.loads((stacks.ROOT / "pyproject.toml").read_text())["project"]["version"]
+    assert cli("--version") == (0, f"stackrl {declared}\n", "")
 
 
 def test_help_is_fine(cli):

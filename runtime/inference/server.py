@@ -16,6 +16,7 @@ from urllib.parse import urlsplit
 from stackrl.runtime.inference.plugin import BACKEND
 from stackrl.runtime.run import CORES_VARIABLE
 from stackrl.schemas.base import size_in_bytes
+from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.inference import Inference
 from stackrl.schemas.stack import Stack
 
@@ -25,33 +26,12 @@ KEEP_ALIVE = 60
 
 PREFILL_TOKENS = 4096
 """Tokens that an engine on CPU prefills in one step, at least."""
-RESERVED = {
-    "model": "model",
-    "host": "endpoints",
-    "port": "endpoints",
-    "uds": "endpoints",
-    "api-key": "the run's token",
-    "middleware": "the run's token",
-    "dtype": "model.dtype",
-    "quantization": "inference.quantization",
-    "tensor-parallel-size": "inference.tensor_parallel",
-    "max-model-len": "inference.max_model_length",
-    "max-num-seqs": "inference.max_requests",
-    "kv-cache-memory-bytes": "inference.cache_memory",
-    "gpu-memory-utilization": "inference.gpu_memory",
-    "enforce-eager": "inference.compile",
-    "logprobs-mode": "the trainer, which needs the logprobs that were sampled from",
-    "generation-config": "sampling",
-    "weight-transfer-config": "weights",
-    "seed": "seed",
-}
-"""Arguments of vLLM that the stack decides elsewhere, and where."""
 
 
 def command(stack: Stack, model: Path, url: str, gpu_bytes: int | None = None) -> list[str]:
     """The server's command line. ``gpu_bytes``: the memory of one GPU, needed where an engine shares it.
 
-    Raises ValueError where `inference.arguments` names what the stack says elsewhere.
+    Raises ValueError where `inference.arguments` names what is decided elsewhere.
     """
     address = urlsplit(url)
     arguments = {
@@ -120,7 +100,10 @@ def _on_cpu(stack: Stack) -> dict[str, object]:
         # after a part of a prefill vLLM 0.32 turns the request's own generator back, which a generator of
         # the CPU cannot do: the engine would die of any seeded request whose prompt is cut
         "enable-chunked-prefill": False,
-        "max-num-batched-tokens": max(stack.inference.max_model_length, PREFILL_TOKENS),
+        # vLLM wants room for the longest prompt and for a token of each request
+        "max-num-batched-tokens": max(
+            stack.inference.max_model_length, stack.inference.max_requests, PREFILL_TOKENS
+        ),
     }
 
 
@@ -135,9 +118,9 @@ def _on_gpu(stack: Stack, gpu_bytes: int | None) -> dict[str, object]:
 
 def _further(inference: Inference) -> dict[str, object]:
     for name in inference.arguments:
-        if name in RESERVED:
-            raise ValueError(f"inference.arguments.{name} is decided by {RESERVED[name]}; remove it here")
-    return dict(inference.arguments)
+        if why := refusal(name):
+            raise ValueError(f"inference.arguments.{name} {why}; remove it here")
+    return {name.replace("_", "-"): value for name, value in inference.arguments.items()}
 
 
 def _flags(arguments: Mapping[str, object]) -> Iterator[str]:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 from stackrl.runtime.launch.front import refusals
 from stackrl.runtime.launch.plan import Machine, Plan, lacking, make_plan
 from stackrl.runtime.run import RunError
 from stackrl.schemas.loader import LoadedStack
+from stackrl.schemas.model import PretrainedModel
 from stackrl.schemas.problems import StackError
 from stackrl.schemas.stack import Stack
 
@@ -17,7 +19,8 @@ Planner = Callable[[LoadedStack], Plan]
 
 
 def admit(loaded: LoadedStack, planner: Planner = make_plan) -> tuple[Stack, dict[str, Any]]:
-    """What the folder of a run here needs: the stack with its derived device, and the plan as data.
+    """What the folder of a run here needs: the stack with its derived device and absolute folders, and the
+    plan as data.
 
     Raises StackError with everything that the stack asks for and this version cannot do, and RunError where
     this machine is not what the plan needs.
@@ -27,4 +30,20 @@ def admit(loaded: LoadedStack, planner: Planner = make_plan) -> tuple[Stack, dic
     plan = planner(loaded)
     if lack := lacking(plan, Machine.here()):
         raise RunError(f"{lack}; start it where it fits, for example with `sky launch {loaded.path}`")
-    return loaded.stack.model_copy(update={"device": plan.device}), asdict(plan)
+    return _anchored(loaded.stack).model_copy(update={"device": plan.device}), asdict(plan)
+
+
+def _anchored(stack: Stack) -> Stack:
+    """``stack`` with its folders as absolute paths: every attempt means the same, wherever it starts from."""
+    changes: dict[str, Any] = {}
+    if stack.checkpoint.path:
+        changes["checkpoint"] = stack.checkpoint.model_copy(update={"path": _absolute(stack.checkpoint.path)})
+    if getattr(stack.weights, "path", None):
+        changes["weights"] = stack.weights.model_copy(update={"path": _absolute(stack.weights.path)})
+    if isinstance(stack.model, PretrainedModel) and Path(stack.model.id).expanduser().is_dir():
+        changes["model"] = stack.model.model_copy(update={"id": _absolute(stack.model.id)})
+    return stack.model_copy(update=changes)
+
+
+def _absolute(path: str) -> str:
+    return str(Path(path).expanduser().absolute())

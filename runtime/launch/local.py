@@ -11,10 +11,12 @@ import time
 from rich.console import Console
 
 from stackrl.runtime.launch.admit import admit
+from stackrl.runtime.launch.resume import refuse_changes
 from stackrl.runtime.launch.runs import explain, last_lines
 from stackrl.runtime.monitor.records import History
 from stackrl.runtime.monitor.view import follow, told_change
-from stackrl.runtime.run import RunError, RunFolder, create_run, find_run, open_private
+from stackrl.runtime.processes import GUARD_LIMIT
+from stackrl.runtime.run import RunError, RunFolder, create_run, find_run, new_token, open_private
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.problems import StackError
 from stackrl.schemas.support import unsupported_here
@@ -27,17 +29,16 @@ def launch(source: LoadedStack | None, *, detach: bool, resume: str | None) -> i
     """Start or resume a run. 0: finished (or, detached, started); 1: failed or ended; 130: Ctrl-C.
 
     A resumed run goes on with ``source`` where one is given (other counts of processes, say), else with the
-    stack it has. Raises RunError where there is no such run or it is not to be resumed.
+    stack it has. Raises StackError where this machine, or the run, cannot go on with ``source``, and RunError
+    where there is no such run or it is not to be resumed.
     """
+    new_token()  # a bad one in the environment is told here, not in a log
+    if source is not None and (problems := unsupported_here(source.task)):
+        raise StackError(source.locate(problems))
     if resume is not None:
         run = _resumed(find_run(resume), source)
     elif source is not None:
-        if problems := unsupported_here(source.task):
-            raise StackError(source.locate(problems))
-        envs = {
-            name: str(value) for name, value in (source.task.get("envs") or {}).items() if value is not None
-        }
-        run = create_run(source.name, source.path, source.hash, *admit(source), envs)
+        run = create_run(source.name, source.path, source.hash, *admit(source), _environment(source))
     else:
         raise RunError("nothing to launch: name a stack file, or a run with `--resume RUN`")
     attempt, now = run.state().attempt, time.time()
@@ -51,8 +52,17 @@ def _resumed(run: RunFolder, source: LoadedStack | None) -> RunFolder:
     if run.state().status == "finished":
         raise RunError(f"run {run.id} is finished; its model is in {run.final}")
     if source is not None:
-        run.write_plan(*admit(source))
+        stack, plan = admit(source)
+        refuse_changes(run, source, stack)
+        run.write_source(source.path, source.hash, _environment(source))
+        run.write_plan(stack, plan)
     return run
+
+
+def _environment(source: LoadedStack) -> dict[str, str]:
+    """The task's `envs`, which SkyPilot would bring; null takes what this process has."""
+    envs = source.task.get("envs") or {}
+    return {name: str(value) for name, value in envs.items() if value is not None}
 
 
 def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
@@ -72,13 +82,18 @@ def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
 def _let_go(run: RunFolder, node: subprocess.Popen[bytes], attempt: int) -> int:
     """Wait until the node program has taken the run, and say how to go on."""
     deadline = time.monotonic() + START_LIMIT
-    while run.state().attempt == attempt:
-        if node.poll() is not None:
-            return _not_started(run)
-        if time.monotonic() > deadline:
-            node.terminate()
-            raise RunError(f"the node program did not start within {START_LIMIT:.0f} s; {_node_log(run)}")
-        time.sleep(0.05)
+    try:
+        while run.state().attempt == attempt:
+            if node.poll() is not None:
+                return _not_started(run)
+            if time.monotonic() > deadline:
+                node.terminate()
+                raise RunError(f"the node program did not start within {START_LIMIT:.0f} s; {_node_log(run)}")
+            time.sleep(0.05)
+    except KeyboardInterrupt:
+        node.send_signal(signal.SIGINT)  # Ctrl-C does not reach it, for it has its own session
+        node.wait(GUARD_LIMIT + 30)
+        raise
     print(run.id)
     print(explain(run), file=sys.stderr)
     return 0
@@ -100,7 +115,7 @@ def _accompany(run: RunFolder, node: subprocess.Popen[bytes], attempt: int, sinc
     print(explain(run), file=sys.stderr)
     if run.state().status == "finished":
         _tell_result(run, history)
-    return node.returncode
+    return node.returncode if node.returncode >= 0 else 1  # killed
 
 
 def _tell_result(run: RunFolder, history: History) -> None:
@@ -111,7 +126,7 @@ def _tell_result(run: RunFolder, history: History) -> None:
             file=sys.stderr,
         )
         if evaluated := told_change(history.evaluations.get(stage, {})):
-            print(f"  {'':<8} {evaluated} on held-out prompts", file=sys.stderr)
+            print(f"  {'':<8} {evaluated} on the evaluation's own prompts", file=sys.stderr)
     print(f"  metrics  {run.metrics}", file=sys.stderr)
     print(f"  next     `stackrl status {run.id}`, `stackrl logs {run.id}`", file=sys.stderr)
     print(run.final)

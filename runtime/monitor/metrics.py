@@ -14,9 +14,11 @@ from stackrl.schemas.stack import Stack
 
 
 class Destination(Protocol):
-    """Something that takes records of the metrics; a new one is a class here and a line in `open_sinks`."""
+    """Something that takes steps and events; a new one is a class here and a line in `open_sinks`."""
 
     def log(self, record: dict[str, Any]) -> None: ...
+
+    def event(self, record: dict[str, Any]) -> None: ...
 
     def close(self, *, failed: bool) -> None: ...
 
@@ -39,23 +41,24 @@ class Sink:
     """What the orchestrator writes to. Use as a context, or close it."""
 
     def __init__(self, run: RunFolder, others: list[Destination]) -> None:
-        self._destinations: list[Destination] = [JsonLines(run.metrics), *others]
-        self._events = JsonLines(run.events)
+        self._metrics, self._events, self._others = JsonLines(run.metrics), JsonLines(run.events), others
 
     def log(self, record: dict[str, Any]) -> None:
         """One optimizer step; ``record["index"]`` is its place on the x axis. `time` is added."""
         record = {"time": time.time(), **record}
-        for destination in self._destinations:
+        for destination in (self._metrics, *self._others):
             destination.log(record)
 
     def event(self, name: str, **fields: Any) -> None:
         """Something that happened between steps: a stage, an update of weights, a checkpoint."""
-        self._events.log({"time": time.time(), "event": name, **fields})
+        record = {"time": time.time(), "event": name, **fields}
+        self._events.log(record)
+        for destination in self._others:
+            destination.event(record)
 
     def close(self, *, failed: bool = False) -> None:
-        for destination in self._destinations:
+        for destination in (self._metrics, self._events, *self._others):
             destination.close(failed=failed)
-        self._events.close()
 
     def __enter__(self) -> Sink:
         return self

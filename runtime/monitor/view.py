@@ -22,6 +22,7 @@ _STEPS_PER_LINE = 10
 _CURVE_HEIGHT = 4
 _SHOWN_EVENTS = 6
 _POLL_SECONDS = 0.5
+_BEGINS_AGAIN = "no checkpoint to go on from: the run begins again at step 1"
 
 
 def follow(run: RunFolder, goes_on: Callable[[], bool], console: Console, since: float = 0.0) -> History:
@@ -30,7 +31,7 @@ def follow(run: RunFolder, goes_on: Callable[[], bool], console: Console, since:
     Plain lines leave out what was before ``since`` (seconds since the epoch), told by an earlier attempt.
     """
     reader = Reader(run)
-    if console.is_terminal:
+    if console.is_terminal and not console.is_dumb_terminal:  # a dumb one cannot be redrawn
         _redraw(reader, goes_on, console)
     else:
         _print_lines(reader, goes_on, console, since)
@@ -229,6 +230,12 @@ def told(event: Record) -> str:
         return (
             f"stage {event['stage']} begins at step {event['step'] + 1} of {event['steps']} ({event['kind']})"
         )
+    if name == "resumed":
+        where = _BEGINS_AGAIN
+        if event["from"]:
+            where = f"goes on at step {event['index'] + 1} from {event['from']}"
+        damaged = f"; damaged: {', '.join(event['damaged'])}" if event["damaged"] else ""
+        return printable(where + damaged)
     if name == "evaluated":
         return (
             f"evaluated {event['when']} {event['stage']}  reward {number(event['reward'])} "

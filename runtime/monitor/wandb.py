@@ -55,6 +55,17 @@ class WandbRun:
         numbers = {key: value for key, value in record.items() if isinstance(value, int | float)}
         self._run.log(numbers)
 
+    def event(self, record: dict[str, Any]) -> None:
+        """The evaluations: before and after a stage are one curve, each environment held out is another."""
+        if record["event"] == "evaluated":
+            name = record["stage"] if record["when"] in ("before", "after") else record["when"]
+            scores = {
+                f"evaluation/{name}/{key}": value
+                for key, value in record.items()
+                if isinstance(value, float) and key != "time"
+            }
+            self.log(scores | {key: record[key] for key in ("time", "index")})
+
     def close(self, *, failed: bool = False) -> None:
         self._run.finish(exit_code=int(failed))
         self._wandb.teardown()  # waits for the process that writes

@@ -14,10 +14,13 @@ from stackrl.runtime.orchestrator.errors import OrchestratorError, first_cause
 from stackrl.runtime.orchestrator.loop import orchestrate
 from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.transport.batches import TransportError
+from stackrl.schemas.stack import settings_of
 
 FOR_PEOPLE = (OrchestratorError, TransportError, EngineError, EnvironmentRefused, TemplateError)
 """Errors whose text says all that a person needs; others come with their traceback."""
 ENDED = 128 + signal.SIGTERM
+_MARGIN = 60.0
+"""Seconds by which a client is more patient than any rollout, whose own limit is the one to speak."""
 
 log = logging.getLogger("stackrl.orchestrator")
 
@@ -25,7 +28,14 @@ log = logging.getLogger("stackrl.orchestrator")
 async def _run(run: RunFolder, token: str) -> None:
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
-    await orchestrate(run, token, [Engine(url, token) for url in run.endpoints().engines])
+    await orchestrate(run, token, _engines(run, token))
+
+
+def _engines(run: RunFolder, token: str) -> list[Engine]:
+    """Clients of all engines, which give a reply all the time that its rollout has."""
+    stack = run.stack()
+    longest = max(settings_of(stack, stage).sampling.timeout for stage in stack.stages)
+    return [Engine(url, token, timeout=longest + _MARGIN) for url in run.endpoints().engines]
 
 
 def main() -> int:

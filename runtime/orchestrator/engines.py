@@ -18,6 +18,9 @@ from stackrl.schemas.inference import Weights
 if TYPE_CHECKING:
     from stackrl.runtime.inference.client import Engine, Generation
 
+RETRY_AFTER = 2.0
+"""Seconds between an update that failed and its repetition."""
+
 log = logging.getLogger(__name__)
 
 Generate = Callable[..., Awaitable["Generation"]]
@@ -48,6 +51,11 @@ class Engines:
         """Tokens sampled so far."""
         self.busy = BusyTime()
 
+    @property
+    def update_limit(self) -> float:
+        """Seconds that an update may take, its repetition included."""
+        return 2 * self._weights.timeout + RETRY_AFTER
+
     async def ready(self, within: float) -> None:
         """Wait until every engine serves. Raises EngineError naming the one that does not."""
         async with asyncio.TaskGroup() as tasks:
@@ -67,7 +75,12 @@ class Engines:
         return lambda: self._listeners.remove(listener)
 
     async def keep_current(self) -> None:
-        """Update whenever there is something newer; runs for ever. Raises EngineError where that fails."""
+        """Update whenever there is something newer; runs for ever.
+
+        An update that fails is repeated once, unless there is something newer still. Raises EngineError where
+        that fails too.
+        """
+        failed: Version | None = None
         while True:
             await self._aimed.wait()
             self._aimed.clear()
@@ -77,9 +90,12 @@ class Engines:
             try:
                 await self._update(version, source)
             except Exception:
-                if self._target[0] == version:
+                if version == failed == self._target[0]:
                     raise
-                log.warning("the update to %s was overtaken by %s", version, self._target[0], exc_info=True)
+                log.warning("the update to %s failed; another try follows", version, exc_info=True)
+                failed = version
+                await asyncio.sleep(RETRY_AFTER)
+                self._aimed.set()
                 continue
             self.version = version
             self._steady.set()

@@ -1,4 +1,4 @@
-"""What the policy does on prompts that are never trained on: sampled, and with the likeliest tokens."""
+"""What the policy does on prompts of the evaluation's own draw: sampled, and with the likeliest tokens."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ PROMPTS = 256
 async def evaluate(
     environments: Sequence[Environment], seed: int, chat: Chat, engines: Engines, limits: Limits
 ) -> dict[str, float]:
-    """Reward and exact match at the stage's temperature and greedily, over the same held-out prompts.
+    """Reward and exact match at the stage's temperature and greedily, over the same prompts.
 
-    Every evaluation draws the same prompts, from a branch of the seed tree that training never visits.
+    Every evaluation draws the same prompts, from a branch of the seed tree that training never visits. They
+    are other draws of the same tasks: where an environment has few, training draws many of them too.
     Failed rollouts are left out and counted. Raises OrchestratorError where all of one kind failed.
     """
     mix = Mix(environments, Seeds(seed).branch("evaluation"))

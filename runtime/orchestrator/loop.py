@@ -47,7 +47,8 @@ async def orchestrate(run: RunFolder, token: str, clients: Sequence[Engine]) -> 
     """
     stack = run.stack()
     chat = Chat.load(run.model)
-    journal = _open_journal(run, stack)
+    checkpoint = checkpoints.newest(run.checkpoints(stack))
+    journal = _open_journal(run, checkpoint)
     engines = Engines(clients, stack.inference.max_requests, stack.weights)
     server = BatchServer(
         run.endpoints().orchestrator,
@@ -61,6 +62,7 @@ async def orchestrate(run: RunFolder, token: str, clients: Sequence[Engine]) -> 
             async with asyncio.TaskGroup() as tasks:
                 updating = tasks.create_task(_serve_engines(engines, sink))
                 hello = await server.hello(HELLO_LIMIT)
+                await _resume(run, stack, checkpoint, sink)
                 cost = causal_cost(_hidden_size(run.model))
                 layout = Layout(stack.trainer.sequence_length, hello.ranks, cost)
                 training = Training(run, stack, server, journal, engines, sink, layout, hello, tasks)
@@ -86,9 +88,12 @@ class Stages:
 
     async def run(self) -> None:
         steps = self.journal.position().stage_steps
+        begun = [stage for stage in self.stack.stages if stage.name in steps]
         for stage in self.stack.stages:
             done = steps.get(stage.name, 0)
             if done == stage.steps:
+                if stage is begun[-1] and stage.type == "rl":  # its last evaluation came after the cut
+                    await self._evaluate(stage, settings_of(self.stack, stage).environments, "after")
                 continue
             self.sink.event("stage_started", stage=stage.name, kind=stage.type, step=done, steps=stage.steps)
             if stage.type == "rl":
@@ -121,19 +126,21 @@ class Stages:
             if plan is not None and self.training.step % plan.every == 0:
                 for environment in plan.environments:
                     await self._evaluate(stage, [environment], f"held-out {environment.name}")
+                self.training.restart_clock()
 
+        self.training.restart_clock()
         await reinforcement.run(hold_out)
         await self._evaluate(stage, settings.environments, "after")
 
     async def _evaluate(self, stage: Stage, environments: Sequence[Environment], when: str) -> None:
         await self._synchronised()
         result = await evaluate(environments, self.stack.seed, self.chat, self.engines, self._limits(stage))
-        version = str(self.engines.version)
-        self.sink.event("evaluated", stage=stage.name, when=when, version=version, **result)
+        place = {"version": str(self.engines.version), "index": self.training.index}
+        self.sink.event("evaluated", stage=stage.name, when=when, **place, **result)
 
     async def _synchronised(self) -> None:
         """Wait until the engines hold the newest weights."""
-        await self.engines.holding(self.training.version, ENGINE_LIMIT + self.stack.weights.timeout)
+        await self.engines.holding(self.training.version, ENGINE_LIMIT + self.engines.update_limit)
 
     def _limits(self, stage: Stage) -> Limits:
         sampling = settings_of(self.stack, stage).sampling
@@ -155,8 +162,19 @@ async def _serve_engines(engines: Engines, sink: Sink) -> None:
     await engines.keep_current()
 
 
-def _open_journal(run: RunFolder, stack: Stack) -> Journal:
-    checkpoint = checkpoints.newest(run.checkpoints(stack))
+async def _resume(run: RunFolder, stack: Stack, checkpoint: Path | None, sink: Sink) -> None:
+    """Say where a run goes on, and take what it cannot use out of its way.
+
+    For when all ranks have said hello: they choose their checkpoint before that, and none looks again.
+    """
+    index = checkpoints.index_of(checkpoint) if checkpoint else 0
+    damaged = await asyncio.to_thread(checkpoints.set_aside, run.checkpoints(stack), index)
+    if checkpoint or run.state().attempt > 1:
+        facts = {"from": str(checkpoint or ""), "index": index, "damaged": [str(path) for path in damaged]}
+        sink.event("resumed", **facts)
+
+
+def _open_journal(run: RunFolder, checkpoint: Path | None) -> Journal:
     if checkpoint is None:
         return Journal(run.journal)
     log.info("resuming from %s", checkpoint)

@@ -69,7 +69,7 @@ class Reinforcement:
         self._dropped: Counter[str] = Counter()
         """Rollouts dropped since the last batch, by reason."""
         self._longest_wait = (
-            TRIES * algorithm.group_size * (limits.seconds + _RETRY_AFTER) + 2 * stack.weights.timeout
+            TRIES * algorithm.group_size * (limits.seconds + _RETRY_AFTER) + 2 * engines.update_limit
         )
         self._replaced: Counter[str] = Counter()
         """Groups dropped since the last batch, by reason."""

@@ -20,7 +20,7 @@ from stackrl.schemas.stack import Stack
 from stackrl.schemas.stages import Stage
 
 FETCH_LIMIT = 600.0
-"""Seconds within which every rank takes a batch that is offered."""
+"""Seconds within which every rank takes a batch that is offered, once it has saved what it must."""
 STEP_LIMIT = 7200.0
 """Seconds that an optimizer step with the publication of its weights may take."""
 SAVE_LIMIT = 7200.0
@@ -68,6 +68,9 @@ class Training:
         self._server, self._journal, self._engines, self._sink = server, journal, engines, sink
         self._layout, self._tasks = layout, tasks
         self._saving: list[asyncio.Task[None]] = []
+        self._completing = asyncio.Lock()
+        self._trainer_saves = False
+        """Whether the trainer writes a checkpoint before it asks for the next batch."""
         self._pace = _Pace(engines)
         self._update_engines()
 
@@ -77,12 +80,15 @@ class Training:
         waited = self._pace.since_last()
         self._journal.seal(place, work.stage.type, work.groups)
         await self._server.offer(build(work.samples, place, self._layout))
+        if self._trainer_saves:
+            await self._server.durable(self.index - 1, SAVE_LIMIT)
         ack = await self._server.applied(fetch=FETCH_LIMIT, step=STEP_LIMIT)
         self._journal.apply(place.index)
         self.index += 1
         if work.stage.type == "rl":
             self.step += 1
         self.version = ack.version
+        self._trainer_saves = place.checkpoint
         if place.checkpoint:
             self._cut()
         self._update_engines()
@@ -102,6 +108,10 @@ class Training:
                 **trainer,
             }
         )
+
+    def restart_clock(self) -> None:
+        """What was done since the last step is no part of the next one: an evaluation, or a start."""
+        self._pace.mark()
 
     async def finish(self) -> None:
         """Wait for the last checkpoint, then let the trainer go."""
@@ -132,14 +142,18 @@ class Training:
         self._saving.append(self._tasks.create_task(self._complete(self.index)))
 
     async def _complete(self, index: int) -> None:
-        """Declare the checkpoint that resumes at ``index`` complete once the trainer's part is on disk."""
-        await self._server.durable(index - 1, SAVE_LIMIT)
-        checkpoint = checkpoints.folder(self._checkpoints, index)
-        facts = {"index": index, "incarnation": self._incarnation}
-        await asyncio.to_thread(checkpoints.write_manifest, checkpoint, facts)
-        self._journal.make_durable(index - 1)
-        await asyncio.to_thread(checkpoints.prune, self._checkpoints, self._keep)
-        self._sink.event("checkpoint", index=index, path=str(checkpoint))
+        """Declare the checkpoint that resumes at ``index`` complete once the trainer's part is on disk.
+
+        One at a time and in order: hashing may take longer than the way to the next checkpoint.
+        """
+        async with self._completing:
+            await self._server.durable(index - 1, SAVE_LIMIT)
+            checkpoint = checkpoints.folder(self._checkpoints, index)
+            facts = {"index": index, "incarnation": self._incarnation}
+            await asyncio.to_thread(checkpoints.write_manifest, checkpoint, facts)
+            self._journal.make_durable(index - 1)
+            await asyncio.to_thread(checkpoints.prune, self._checkpoints, self._keep)
+            self._sink.event("checkpoint", index=index, path=str(checkpoint))
 
 
 class _Pace:
@@ -147,7 +161,7 @@ class _Pace:
 
     def __init__(self, engines: Engines) -> None:
         self._engines = engines
-        self._mark()
+        self.mark()
 
     def since_last(self) -> float:
         return time.monotonic() - self._began
@@ -156,13 +170,13 @@ class _Pace:
         seconds = max(self.since_last(), 1e-9)
         generated = self._engines.generated - self._generated
         busy = self._engines.busy.seconds - self._busy
-        self._mark()
+        self.mark()
         return {
             "seconds_step": seconds,
             "engine_busy": min(1.0, busy / seconds),
             "tokens_per_second": (generated + trained) / seconds,
         }
 
-    def _mark(self) -> None:
+    def mark(self) -> None:
         self._began = time.monotonic()
         self._generated, self._busy = self._engines.generated, self._engines.busy.seconds

@@ -23,8 +23,6 @@ from stackrl.schemas.stages import SupervisedStage
 
 MEETING = 600.0
 """Seconds in which the orchestrator must answer the first greeting."""
-WAIT = 3600.0
-"""Seconds that a batch may take to come: engines that start, and the longest rollouts."""
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +79,7 @@ class _Loop:
         )
         while True:
             began = time.monotonic()
-            batch = self._client.fetch(self._learner.progress.index, WAIT)
+            batch = self._client.fetch(self._learner.progress.index)
             if isinstance(batch, End):
                 return batch.reason
             self._work(batch, waited=time.monotonic() - began)

@@ -35,8 +35,8 @@ from stackrl.runtime.transport.messages import (
 LONG_POLL = 20.0
 MAX_REQUEST_BYTES = 1 << 20
 """Of what a trainer sends: hellos and acknowledgements, never arrays."""
-ACK_LIMIT = 300.0
-"""Seconds in which an acknowledgement must get through."""
+SILENCE = 300.0
+"""Seconds without any answer after which a client gives the orchestrator up."""
 _REQUEST = 30.0
 """Seconds that a client gives one request beyond the long poll."""
 _RETRY = 0.5
@@ -249,25 +249,22 @@ class BatchClient:
         )
         self._request("POST", "/hello", timeout, content=encode(hello))
 
-    def fetch(self, index: int, timeout: float) -> Batch | End:
+    def fetch(self, index: int, silence: float = SILENCE) -> Batch | End:
         """Batch ``index``, or the end. An arrived batch is acknowledged as accepted.
 
-        Raises TransportError when none came within ``timeout`` seconds, MessageError for a garbled one.
+        Waits for as long as the orchestrator answers that there is none yet: it has limits of its own for
+        all that a batch needs. Raises TransportError when it gives no answer for ``silence`` seconds,
+        MessageError for a garbled batch.
         """
-        deadline = time.monotonic() + timeout
         path = f"/batches/{index}?rank={self._rank}"
-        while (left := deadline - time.monotonic()) > 0:
-            response = self._request("GET", path, left)
-            if response.status_code == 204:
-                continue
-            message = decode(response.content, Batch, End)
-            if isinstance(message, Batch):
-                self._check(message, index)
-                version = Version(self._incarnation, message.step)
-                left = min(ACK_LIMIT, deadline - time.monotonic())
-                self.ack(index=index, step=message.step, state="accepted", version=version, timeout=left)
-            return message
-        raise TransportError(f"the orchestrator had no batch {index} within {timeout:.0f} s")
+        while (response := self._request("GET", path, silence)).status_code == 204:
+            pass
+        message = decode(response.content, Batch, End)
+        if isinstance(message, Batch):
+            self._check(message, index)
+            version = Version(self._incarnation, message.step)
+            self.ack(index=index, step=message.step, state="accepted", version=version, timeout=silence)
+        return message
 
     def ack(
         self,
@@ -277,7 +274,7 @@ class BatchClient:
         state: str,
         version: Version,
         metrics: dict[str, float] | None = None,
-        timeout: float = ACK_LIMIT,
+        timeout: float = SILENCE,
     ) -> None:
         """Say how far a batch came; see Ack. Raises TransportError where that cannot be said."""
         ack = Ack(

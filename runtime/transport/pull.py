@@ -231,14 +231,6 @@ def fetch(url: str, version: Version, token: str, timeout: float) -> Iterator[tu
             yield info.name, tensor
 
 
-def newest_version(url: str, token: str, timeout: float) -> Version | None:
-    """The newest version that the weight server at ``url`` has; None before the first."""
-    try:
-        return _Source(url, token, time.monotonic() + timeout).manifest(None).version
-    except LookupError:
-        return None
-
-
 class _Source:
     """A weight server as a receiver sees it. Nothing lasts beyond ``deadline`` (time.monotonic seconds)."""
 
@@ -247,8 +239,8 @@ class _Source:
         self.url, self._host, self._port = url, address.hostname or "", address.port or 80
         self._token, self._deadline = token, deadline
 
-    def manifest(self, version: Version | None) -> WeightManifest:
-        path = f"/weights/{version}/manifest" if version else "/weights/manifest"
+    def manifest(self, version: Version) -> WeightManifest:
+        path = f"/weights/{version}/manifest"
         for attempt in range(1, ATTEMPTS + 1):
             try:
                 connection, response = self.open(path)
@@ -282,8 +274,6 @@ class _Source:
         connection.close()
         if response.status == 410:
             raise WeightsGone(f"{self.url}: {reason}")
-        if response.status == 404:
-            raise _NotPublished(f"{self.url}: {reason}")
         raise WeightError(f"{self.url} answered {response.status} to GET {path}: {reason}")
 
     def check_deadline(self, what: str) -> None:
@@ -296,10 +286,6 @@ class _Source:
         if attempt >= ATTEMPTS:
             raise WeightError(f"{self.url} did not give {what} in {attempt} attempts: {error!r}") from error
         time.sleep(0.1 * 4 ** (attempt - 1))
-
-
-class _NotPublished(WeightError, LookupError):
-    """The version, or any, is not published yet."""
 
 
 class _Stream:

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from stackrl.runtime.inference.server import command, environment
+from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.stack import Stack
 
 URL = "http://127.0.0.1:8123"
@@ -77,14 +78,27 @@ def test_an_engine_that_shares_the_trainers_gpu() -> None:
 
 
 def test_further_arguments_are_passed_on_and_cannot_undo_what_the_stack_says() -> None:
-    arguments = {"block-size": 32, "enable-chunked-prefill": False, "compilation-config": {"level": 1}}
+    arguments = {"block_size": 32, "enable-dbo": False, "compilation-config": {"level": 1}}
     found = flags(command(stack(arguments=arguments), MODEL, URL))
     assert found["block-size"] == "32"
-    assert "no-enable-chunked-prefill" in found and "enable-chunked-prefill" not in found
+    assert "no-enable-dbo" in found
     assert json.loads(found["compilation-config"]) == {"level": 1}
     for name in ("middleware", "port", "logprobs-mode", "dtype"):
         with pytest.raises(ValueError, match=rf"inference\.arguments\.{name} is decided by .*; remove it"):
             command(stack(arguments={name: "x"}), MODEL, URL)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_all_that_the_run_decides_is_reserved_but_the_size_of_a_step(device: str) -> None:
+    given = flags(command(stack(device, quantization="fp8"), MODEL, URL))
+    free = {name for name in given if refusal(name) is None}
+    assert free == ({"max-num-batched-tokens"} if device == "cpu" else set())
+    more = stack("cpu", arguments={"max_num_batched_tokens": 9999})
+    assert command(more, MODEL, URL).count("--max-num-batched-tokens") == 1
+
+
+def test_a_step_on_cpu_has_room_for_every_request() -> None:
+    assert flags(command(stack(max_requests=5000), MODEL, URL))["max-num-batched-tokens"] == "5000"
 
 
 def test_the_token_is_in_the_environment_only() -> None:

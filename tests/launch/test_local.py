@@ -63,7 +63,7 @@ def test_a_run_is_shown_to_its_end_and_its_gain_and_model_are_told(capfd: pytest
     assert "main 1/60" in err and "main 60/60" in err
     assert f"run {run.id} finished" in err
     assert "reward 0.345 → 0.845 over its first" in err
-    assert "reward 0.250 → 0.750" in err
+    assert "reward 0.250 → 0.750" in err and "held-out" not in err
 
 
 def test_a_failed_run_tells_who_failed_and_what_to_type(capfd: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +145,71 @@ def test_a_resumed_run_takes_the_stack_that_is_given(tmp_path: Path, monkeypatch
     local.launch(loaded, detach=True, resume=run.id)
     assert run.stack().roles.trainer.processes == 2
     assert [process["role"] for process in run.read("plan.json")["processes"]].count("trainer") == 2
+
+
+def test_a_resumed_run_keeps_the_file_and_the_environment_that_it_goes_on_with(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    run = make_run()
+    file = task_file(tmp_path)
+    file.write_text(file.read_text().replace("STACK: fake.yaml", "STACK: fake.yaml\n  MODE: '7'"))
+    loaded = load(file)
+    local.launch(loaded, detach=True, resume=run.id)
+    about = run.read("run.json")
+    assert (run.path / "source.yaml").read_text() == file.read_text()
+    assert (about["source"], about["hash"], about["id"]) == (str(file), loaded.hash, run.id)
+    assert about["environment"]["MODE"] == "7" and about["made"]
+
+
+def test_a_run_does_not_go_on_with_another_model_or_seed(tmp_path: Path) -> None:
+    run = make_run()
+    before = {name: (run.path / name).read_bytes() for name in ("stack.json", "run.json", "source.yaml")}
+    with pytest.raises(StackError, match=r"--set seed: the run was made with 0; put it back"):
+        local.launch(load(task_file(tmp_path), ["seed=1"]), detach=True, resume=run.id)
+    assert all((run.path / name).read_bytes() == content for name, content in before.items())
+
+
+def test_a_node_program_that_is_killed_is_a_failure(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    dies = (
+        "import os, sys; from stackrl.runtime.run import RunFolder, State;"
+        "RunFolder(sys.argv[1]).write_state(State('running', attempt=1)); os.kill(os.getpid(), 9)"
+    )
+    monkeypatch.setattr(
+        local, "_start_node", lambda run: subprocess.Popen([sys.executable, "-c", dies, str(run.path)])
+    )
+    run = make_run()
+    assert local.launch(None, detach=False, resume=run.id) == 1
+    assert f"run {run.id} died" in capfd.readouterr().err
+
+
+def test_ctrl_c_while_a_detached_run_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    nodes: list[subprocess.Popen[bytes]] = []
+    monkeypatch.setattr(
+        local, "_start_node", lambda run: nodes.append(subprocess.Popen(["sleep", "600"])) or nodes[0]
+    )
+
+    slept: list[float] = []
+
+    def interrupted(seconds: float) -> None:
+        slept.append(seconds)
+        if len(slept) == 1:
+            raise KeyboardInterrupt
+
+    run = make_run()
+    monkeypatch.setattr(local.time, "sleep", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        local.launch(None, detach=True, resume=run.id)
+    assert nodes[0].returncode == -signal.SIGINT
+
+
+def test_a_bad_token_is_told_before_a_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACKRL_TOKEN", "short")
+    with pytest.raises(RunError, match="16 or more"):
+        local.launch(load(task_file(tmp_path)), detach=False, resume=None)
+    assert all_runs() == []
 
 
 def test_what_the_runtime_cannot_do_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,6 +73,20 @@ def test_a_run_whose_node_program_is_gone_has_died(capsys: pytest.CaptureFixture
     assert runs.status(run.id, "json") == 0
     assert json.loads(capsys.readouterr().out)["status"] == "died"
     assert "--resume" in runs.explain(run)
+
+
+def test_a_node_program_that_has_locked_but_not_yet_signed_is_waited_for() -> None:
+    run = make_run()
+    with run.kept():
+        (run.path / "lock").write_text("")
+        signs = threading.Timer(0.2, (run.path / "lock").write_text, [str(os.getpid())])
+        signs.start()
+        assert run.keeper() == os.getpid()
+        signs.join()
+        (run.path / "lock").write_text("")
+        with pytest.raises(RunError, match="has not said which it is"):
+            run.keeper(limit=0.1)
+    assert run.keeper() is None and (run.path / "lock").read_text() == ""
 
 
 def test_down_ends_a_run_and_is_fine_where_there_is_nothing_to_end(

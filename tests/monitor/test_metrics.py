@@ -49,11 +49,16 @@ def test_wandb_records_offline_without_a_key_and_without_secrets(
     with open_sinks(run, stack(monitors={"wandb": {"project": "test"}})) as sink:
         for index in range(3):
             sink.log({"index": index, "kind": "rl", "reward": index / 10})
+        sink.event("checkpoint", index=3)
+        sink.event("evaluated", stage="main", when="after", index=3, greedy_exact=0.7, prompts=256)
+        sink.event("evaluated", stage="main", when="held-out long", index=3, greedy_exact=0.7, prompts=256)
     (written,) = run.path.glob("wandb/offline-run-*/run-*.wandb")
     recorded = re.findall(
         rb"reward.{1,3}?(0\.\d)", written.read_bytes(), re.DOTALL
     )  # key, tag, value as JSON
     assert sorted({*recorded}) == [b"0.1", b"0.2"]
+    evaluated = set(re.findall(rb"evaluation/[a-z_ /-]*", written.read_bytes()))
+    assert evaluated == {b"evaluation/main/greedy_exact", b"evaluation/held-out long/greedy_exact"}
     assert b"reverse_text" in written.read_bytes()  # the stack is the run's config
     for path in run.path.rglob("*"):
         assert path.is_dir() or b"a-token-that-nobody-may-see" not in path.read_bytes()

@@ -225,6 +225,13 @@ def test_what_evaluations_changed() -> None:
     )
 
 
+def test_a_run_that_goes_on_says_from_where() -> None:
+    resumed = {"time": 0, "event": "resumed", "from": "", "index": 0, "damaged": []}
+    assert told(resumed) == "no checkpoint to go on from: the run begins again at step 1"
+    resumed |= {"from": "c/step-000050", "index": 50, "damaged": ["c/step-000100.damaged"]}
+    assert told(resumed) == "goes on at step 51 from c/step-000050; damaged: c/step-000100.damaged"
+
+
 def test_events_cannot_move_the_cursor() -> None:
     assert told({"time": 0, "event": "checkpoint", "path": "a\x1b[2Jb\r"}) == "checkpoint  path ab"
 
@@ -248,3 +255,13 @@ def test_reader_follows_the_files_of_a_run(tmp_path: Path, monkeypatch: pytest.M
     run.write_state(State("running", attempt=1))
     assert len(reader.read()[0]) == 1
     assert reader.history.state.status == "running" and reader.history.done == 21
+
+
+def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("STACKRL_HOME", str(tmp_path))
+    monkeypatch.setenv("TERM", "dumb")
+    run = make_run()
+    run.metrics.write_text(json.dumps(supervised(0)) + "\n")
+    screen = io.StringIO()
+    follow(run, lambda: False, Console(file=screen, force_terminal=True, width=WIDTH))
+    assert "warmup 1/20" in screen.getvalue() and "╭" not in screen.getvalue()

@@ -26,7 +26,8 @@ from fake_roles import (
     wait_until,
 )
 
-from stackrl.runtime.run import RunFolder
+from stackrl.runtime import node
+from stackrl.runtime.run import RunError, RunFolder, new_token
 
 ENGINE = process("engine", SERVES)
 ORCHESTRATOR = process("orchestrator", WORKS)
@@ -182,8 +183,23 @@ def test_the_token_reaches_roles_and_nothing_that_others_can_read(tmp_path: Path
 
 @pytest.mark.slow
 def test_a_token_of_the_environment_is_used() -> None:
-    run = make_run(process("orchestrator", "import os; assert os.environ['STACKRL_TOKEN'] == 'given'"))
-    assert finish(run, STACKRL_TOKEN="given")[0] == 0
+    run = make_run(
+        process("orchestrator", "import os; assert os.environ['STACKRL_TOKEN'] == 'given-by-the-task'")
+    )
+    assert finish(run, STACKRL_TOKEN="given-by-the-task")[0] == 0
+
+
+def test_a_token_that_could_be_guessed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    for bad in ("a", "fifteen-letters", "a token with some spaces", "sixteen-letters!"):
+        monkeypatch.setenv("STACKRL_TOKEN", bad)
+        with pytest.raises(
+            RunError, match=r"must have 16 or more of .*; unset it to let the run make its own"
+        ):
+            node.main(str(make_run(ORCHESTRATOR).path))
+    monkeypatch.setenv("STACKRL_TOKEN", "sixteen-letters.")
+    assert new_token() == "sixteen-letters."
+    monkeypatch.delenv("STACKRL_TOKEN")
+    assert len(new_token()) >= 32
 
 
 def test_processes_find_their_environment_their_cores_and_different_ports() -> None:

@@ -11,16 +11,11 @@ from pathlib import Path
 
 import pytest
 from fake_roles import SERVES, WORKS, fresh_home, task_file, wait_until
+from skypilot_variables import ONE_NODE
 
 from stackrl.runtime.place import Place
 from stackrl.runtime.run import RunError, all_runs
 
-ONE_NODE = {
-    "SKYPILOT_NODE_RANK": "0",
-    "SKYPILOT_NUM_NODES": "1",
-    "SKYPILOT_NODE_IPS": "10.0.0.7\n",
-    "SKYPILOT_NUM_GPUS_PER_NODE": "0",
-}
 PROGRAM = f"""
 import sys
 from dataclasses import replace

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -37,6 +38,7 @@ def quick(monkeypatch):
     """Small evaluations, and retries at once."""
     monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", PROMPTS)
     monkeypatch.setattr("stackrl.runtime.orchestrator.reinforcement._RETRY_AFTER", 0.0)
+    monkeypatch.setattr("stackrl.runtime.orchestrator.engines.RETRY_AFTER", 0.0)
 
 
 def algorithm(**changes):
@@ -304,6 +306,52 @@ async def test_resumes_asynchronous_work_without_losing_or_repeating_a_prompt(tm
     assert sorted(prompts) == sorted(expected * 4), "the stage's 24 prompts, 4 rollouts each"
 
 
+def events_of(run, name):
+    return [event for event in lines(run.events) if event["event"] == name]
+
+
+async def test_goes_on_past_a_damaged_checkpoint_and_says_so(tmp_path):
+    run = make_run(tmp_path, checkpoint={"every": 3, "keep": 2})
+    folder = run.checkpoints(run.stack())
+    with FakeTrainer(run, TOKEN, stop_at=7) as first:
+        await stopped_when(lambda: (folder / "step-000006/manifest.json").exists(), run)
+    assert len(first.batches) >= 6 and not events_of(run, "resumed"), "a first attempt does not resume"
+    (folder / "step-000006/trainer/progress.json").write_text("damaged")
+    begin_attempt(run)
+    await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    [resumed] = events_of(run, "resumed")
+    assert resumed["from"] == str(folder / "step-000003") and resumed["index"] == 3
+    assert resumed["damaged"] == [str(folder / "step-000006.damaged")]
+    assert {entry.name for entry in folder.iterdir()} == {
+        "step-000006.damaged",
+        "step-000006",
+        "step-000008",
+    }
+
+
+async def test_says_that_it_begins_again_where_there_is_no_checkpoint(tmp_path):
+    run = make_run(tmp_path, checkpoint={"every": 100})
+    with FakeTrainer(run, TOKEN, stop_at=4) as first:
+        await stopped_when(lambda: len(first.batches) >= 4, run)
+    begin_attempt(run)
+    await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    [resumed] = events_of(run, "resumed")
+    assert resumed["from"] == "" and resumed["index"] == 0
+
+
+async def test_a_last_evaluation_that_was_cut_off_is_made_after_all(tmp_path):
+    run = make_run(tmp_path)
+    await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    run.events.unlink()
+    begin_attempt(run)
+    trainer = FakeTrainer(run, TOKEN)
+    await run_all(run, trainer, FakeEngine(reversed_badly))
+    assert [(e["when"], e["version"], e["index"]) for e in events_of(run, "evaluated")] == [
+        ("after", "2.6", 8)
+    ]
+    assert not trainer.batches and trainer.ended == ["finished"]
+
+
 async def test_a_trainer_of_another_step_is_refused(tmp_path):
     run = make_run(tmp_path)
     trainer = FakeTrainer(run, TOKEN)
@@ -322,6 +370,45 @@ async def test_names_a_trainer_that_goes_silent(tmp_path, monkeypatch):
     assert isinstance(cause, TransportError) and "trainer rank 0 did not fetch batch 3" in str(cause)
 
 
+async def test_a_trainer_that_saves_is_not_silent(tmp_path, monkeypatch):
+    monkeypatch.setattr("stackrl.runtime.orchestrator.training.FETCH_LIMIT", 0.5)
+    run = make_run(tmp_path)
+    trainer = FakeTrainer(run, TOKEN, save_delay=1.0)
+    await run_all(run, trainer, FakeEngine(reversed_badly))
+    assert trainer.ended == ["finished"]
+
+
+async def test_checkpoints_are_completed_in_order_however_long_one_takes(tmp_path, monkeypatch):
+    write_manifest = checkpoints.write_manifest
+
+    def slow_for_the_first(checkpoint, facts):
+        time.sleep(0.8 if facts["index"] == 1 else 0)
+        write_manifest(checkpoint, facts)
+
+    monkeypatch.setattr(checkpoints, "write_manifest", slow_for_the_first)
+    run = make_run(tmp_path, checkpoint={"every": 1, "keep": 1})
+    await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    assert [event["index"] for event in lines(run.events) if event["event"] == "checkpoint"] == [*range(1, 9)]
+    assert [folder.name for folder in run.checkpoints(run.stack()).iterdir()] == ["step-000008"]
+
+
+async def test_evaluations_are_no_part_of_a_steps_time(tmp_path):
+    run = make_run(tmp_path, evaluate={"every": 4, "environments": STACK["environments"]})
+    engine = FakeEngine(reversed_badly)
+    plain = engine.generate
+
+    async def slow_when_evaluated(tokens, **options):
+        await asyncio.sleep(0 if options["temperature"] else 1.5)
+        return await plain(tokens, **options)
+
+    engine.generate = slow_when_evaluated
+    await run_all(run, FakeTrainer(run, TOKEN), engine)
+    metrics = lines(run.metrics)
+    slow = [i for i in range(1, 8) if metrics[i]["time"] - metrics[i - 1]["time"] > 1.5]
+    assert slow == [2, 6], "an evaluation came before these"
+    assert all(metrics[i][key] < 1.5 for i in slow for key in ("seconds_step", "seconds_rollouts_wait"))
+
+
 async def test_names_a_trainer_that_never_comes(tmp_path, monkeypatch):
     monkeypatch.setattr("stackrl.runtime.orchestrator.loop.HELLO_LIMIT", 0.3)
     run = make_run(tmp_path)
@@ -330,7 +417,22 @@ async def test_names_a_trainer_that_never_comes(tmp_path, monkeypatch):
     assert "the trainer did not say hello within" in str(first_cause(caught.value))
 
 
-async def test_an_update_that_fails_ends_the_run(tmp_path):
+async def test_an_update_that_fails_is_repeated(tmp_path):
+    run = make_run(tmp_path)
+    engine = FakeEngine(reversed_badly)
+    tried = []
+
+    def fault(version):
+        tried.append(version.step)
+        if tried.count(2) == 1 and version.step == 2:
+            raise RuntimeError("a hiccup")
+
+    engine.fault_of_update = fault
+    await run_all(run, FakeTrainer(run, TOKEN), engine)
+    assert tried == [0, 1, 2, 2, 3, 4, 5, 6]
+
+
+async def test_an_update_that_fails_twice_ends_the_run(tmp_path):
     run = make_run(tmp_path)
     engine = FakeEngine(reversed_badly)
 

@@ -10,7 +10,9 @@ import sys
 import time
 
 import pytest
-from small_runs import TOKEN, make_run
+from small_runs import STACK, TOKEN, make_run
+
+from stackrl.runtime.orchestrator import __main__ as process_of_the_orchestrator
 
 COMMAND = [sys.executable, "-m", "stackrl.runtime.orchestrator"]
 
@@ -18,6 +20,19 @@ COMMAND = [sys.executable, "-m", "stackrl.runtime.orchestrator"]
 def start(run, **environment):
     env = {**os.environ, "STACKRL_TOKEN": TOKEN, **environment}
     return subprocess.Popen([*COMMAND, str(run.path)], stderr=subprocess.PIPE, text=True, env=env)
+
+
+def test_engines_have_as_long_for_a_reply_as_its_rollout(tmp_path, monkeypatch):
+    long = STACK["stages"][1] | {"sampling": {"timeout": 3600.0}}
+    run = make_run(tmp_path, stages=[STACK["stages"][0], long])
+    run.write("endpoints.json", vars(run.endpoints()) | {"engines": ["http://one", "http://two"]})
+    made = []
+    monkeypatch.setattr(
+        process_of_the_orchestrator, "Engine", lambda url, token, **more: made.append((url, more))
+    )
+    process_of_the_orchestrator._engines(run, TOKEN)
+    assert [url for url, _ in made] == ["http://one", "http://two"]
+    assert all(more["timeout"] > 3600 for _, more in made)
 
 
 def test_ends_cleanly_at_sigterm(tmp_path):

@@ -3,8 +3,10 @@
 import pytest
 
 import stacks
+from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError
+from stackrl.schemas.rules import POSITIONS
 
 TWO_NODES = (
     ("num_nodes: 1\n", "num_nodes: 2\nresources: {accelerators: 'H100:8'}\nsecrets: {STACKRL_TOKEN: null}\n"),
@@ -54,6 +56,32 @@ def complaints(folder, *changes, base=stacks.GOOD):
         (
             [("clean_steps: 10", "clean_steps: 21")],
             "stages.0.clean_steps: 21 clean steps, but the stage has 20",
+        ),
+        (
+            [("    roles:", "    inference: {arguments: {logprobs_mode: raw_logprobs}}\n    roles:")],
+            "11:29: inference.arguments.logprobs_mode: is decided by the trainer, which needs the logprobs "
+            "that were sampled from; remove it here",
+        ),
+        (
+            [("    roles:", "    inference: {max_model_length: 32769}\n    roles:")],
+            "model.config.max_position_embeddings: the model is made for 32768 tokens, an engine may write",
+        ),
+        (
+            [("hidden_size: 64", "max_position_embeddings: 4095")],
+            "10:82: model.config.max_position_embeddings: the model is made for 4095 tokens, an engine may "
+            "write 4096; make it 4096, or lower inference.max_model_length",
+        ),
+        (
+            [("hidden_size: 64", "head_dim: 33")],
+            "model.config.head_dim: 33 is odd, and rotary positions turn",
+        ),
+        (
+            [("init: random, architecture: qwen3, config: {hidden_size: 64}", "id: ., revision: main")],
+            "model.revision: . is a folder here, and a folder has no revisions; remove it",
+        ),
+        (
+            [("    version: 1\n", "    version: 1\n    seed: 4294967296\n")],
+            "10:11: seed: must be less than 4294967296, is 4294967296",
         ),
         ([("letters: [3, 6]", "letters: [0, 6]")], "environments.0.args.letters.0: must be at least 1, is 0"),
         (
@@ -159,6 +187,10 @@ def test_bad_combinations(tmp_path, changes, expected):
         stacks.gpus(8, "{trainer: {processes: 1}, inference: {processes: 2}}", "    device: cpu\n"),
         [("type: rl, steps: 5", "type: rl, steps: 5, algorithm: {group_size: 4}")],
         [("roles:", "weights: {kv: recompute}\n    roles:")],
+        [("    roles:", "    inference: {arguments: {block-size: 32}}\n    roles:")],
+        [("hidden_size: 64", "max_position_embeddings: 4096, head_dim: 32")],
+        [("    version: 1\n", "    version: 1\n    seed: 4294967295\n")],
+        [("init: random, architecture: qwen3, config: {hidden_size: 64}", "id: owner/name, revision: main")],
     ],
 )
 def test_good_combinations(tmp_path, changes):
@@ -176,6 +208,54 @@ def test_the_file_is_named_as_the_work_directory_sees_it(tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")  # from elsewhere only the end of the path can be compared
     load(file)
+
+
+def test_a_stack_is_found_from_inside_its_work_directory(tmp_path, monkeypatch):
+    (tmp_path / "deep").mkdir()
+    file = stacks.write(tmp_path / "deep", ("STACK: small.yaml", "STACK: deep/small.yaml"))
+    monkeypatch.chdir(tmp_path / "deep")
+    load("small.yaml")
+    text = file.read_text()
+    file.write_text(text.replace("workdir: .", f"workdir: {tmp_path / 'deep'}"))
+    with pytest.raises(StackError, match="is not this file"):  # here is no doubt where nodes will stand
+        load("small.yaml")
+    file.write_text(text.replace("deep/small.yaml", "deeper/small.yaml"))
+    with pytest.raises(StackError, match=r"deeper/small\.yaml is not this file"):
+        load("small.yaml")
+
+
+def test_positions_that_a_random_model_leaves_out_are_those_of_its_family():
+    from transformers import LlamaConfig, Qwen3Config
+
+    defaults = {"llama": LlamaConfig(), "qwen3": Qwen3Config()}
+    assert {name: config.max_position_embeddings for name, config in defaults.items()} == POSITIONS
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "max_model_len",
+        "no-enable-prefix-caching",
+        "logprobs-m",
+        "weight-transfer-config.backend",
+        "config",
+        "data_parallel_size",
+        "data-p",
+        "pipeline-parallel-size",
+        "--port",
+        "block-size=3 --port",
+        "",
+    ],
+)
+def test_no_spelling_of_a_reserved_argument_passes(name):
+    assert refusal(name)
+
+
+@pytest.mark.parametrize(
+    "name", ["block-size", "compilation-config.level", "quantization-config", "no-numa-bind"]
+)
+def test_other_arguments_pass(name):
+    assert refusal(name) is None
 
 
 def test_a_wrong_task_and_a_wrong_stack_are_told_together(tmp_path):

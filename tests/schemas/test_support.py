@@ -6,7 +6,7 @@ import pytest
 
 import stacks
 from stackrl.schemas.loader import load
-from stackrl.schemas.support import unsupported
+from stackrl.schemas.support import unsupported, unsupported_here
 
 
 def wishes(file):
@@ -52,6 +52,15 @@ def wishes(file):
 )
 def test_wishes(tmp_path, changes, keys):
     assert wishes(stacks.write(tmp_path, *changes)) == keys
+
+
+def test_secrets_that_nobody_would_hand_on_are_told(tmp_path):
+    loaded = load(stacks.write(tmp_path, ("run:", "secrets: {HF_TOKEN: hush, WANDB_API_KEY: null}\nrun:")))
+    (problem,) = loaded.locate(unsupported_here(loaded.task))
+    assert str(problem).endswith(
+        "small.yaml:5:21: secrets.HF_TOKEN: a run on this machine takes secrets from the environment, not "
+        "from its file; type `export HF_TOKEN=…` and write null here"
+    )
 
 
 def test_only_glm5_wishes_too_much(monkeypatch):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from newest_weights import newest_version
 from torch.distributed.device_mesh import DeviceMesh
 from trainer_runs import TOKEN, free_port, logs, make_batches, make_run, make_samples, make_stack, run_steps
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -19,7 +20,6 @@ from stackrl.runtime.trainer.learner import Learner
 from stackrl.runtime.trainer.models.prepare import prepare
 from stackrl.runtime.trainer.parallelize import build
 from stackrl.runtime.transport.messages import Ack, Batch, Version
-from stackrl.runtime.transport.pull import newest_version
 from stackrl.runtime.transport.weights import receive
 
 pytestmark = pytest.mark.slow
@@ -69,7 +69,7 @@ def test_a_run_publishes_after_warmup_and_each_rl_step_and_leaves_its_model(tmp_
     received: dict[str, torch.Tensor] = {}
 
     def look(ack: Ack) -> None:
-        published.append(newest_version(url, TOKEN, 10.0))
+        published.append(newest_version(url, TOKEN))
         if ack.index == 3:
             received.update(receive(url, ack.version, TOKEN, 10.0))
 

@@ -61,7 +61,7 @@ async def test_a_batch_from_hello_to_durable(server, url):
         await in_thread(greet, client)
         hello = await server.hello(5)
         assert (hello.version, hello.weights, hello.ranks) == (Version(2, 3), "w", 1)
-        fetching = asyncio.create_task(in_thread(client.fetch, 5, timeout=10))
+        fetching = asyncio.create_task(in_thread(client.fetch, 5))
         await asyncio.sleep(0.05)
         assert not fetching.done(), "it waits for the batch"
         [batch] = made()
@@ -70,19 +70,19 @@ async def test_a_batch_from_hello_to_durable(server, url):
         assert got.index == 5 and got.tokens == batch.tokens == 14
         assert got.micro_batches[0].tokens.tolist() == batch.micro_batches[0].tokens.tolist()
 
-        again = await in_thread(client.fetch, 5, timeout=10)
+        again = await in_thread(client.fetch, 5)
         assert again.tokens == got.tokens, "until it is applied, it can be had again"
 
         said = {"index": 5, "step": 3, "version": Version(2, 4)}
         await in_thread(client.ack, **said, state="applied", metrics={"loss": 1.5})
         assert (await server.applied(fetch=5, step=5)).metrics == {"loss": 1.5}
         with pytest.raises(TransportError, match=r"409: batch 5 is applied; the next one is 6"):
-            await in_thread(client.fetch, 5, timeout=10)
+            await in_thread(client.fetch, 5)
         await in_thread(client.ack, **said, state="durable")
         assert (await server.durable(5, 5)).state == "durable"
 
         ending = asyncio.create_task(server.end("finished", 5))
-        assert await in_thread(client.fetch, 6, timeout=10) == End(reason="finished")
+        assert await in_thread(client.fetch, 6) == End(reason="finished")
         await ending
 
 
@@ -90,12 +90,22 @@ async def test_a_long_poll_is_repeated(server, url, monkeypatch):
     monkeypatch.setattr(batches, "LONG_POLL", 0.1)
     with BatchClient(url, TOKEN, 0, 1) as client:
         await in_thread(greet, client)
-        fetching = asyncio.create_task(in_thread(client.fetch, 5, timeout=10))
+        fetching = asyncio.create_task(in_thread(client.fetch, 5))
         await asyncio.sleep(0.35)
         await server.offer(made())
         assert (await fetching).index == 5
-        with pytest.raises(TransportError, match=r"no batch 6 within 0 s"):
-            await in_thread(client.fetch, 6, timeout=0.25)
+
+
+async def test_a_batch_is_waited_for_until_the_orchestrator_is_silent(server, url, monkeypatch):
+    monkeypatch.setattr(batches, "LONG_POLL", 0.1)
+    with BatchClient(url, TOKEN, 0, 1) as client:
+        await in_thread(greet, client)
+        fetching = asyncio.create_task(in_thread(client.fetch, 5, silence=0.6))
+        await asyncio.sleep(1.5)
+        assert not fetching.done(), "it is told all the time that there is none yet"
+        await server.close()
+        with pytest.raises(TransportError, match=r"did not answer GET /batches/5\?rank=0 within 1 s"):
+            await asyncio.wait_for(fetching, 10)
 
 
 async def test_all_ranks_are_waited_for_and_the_missing_one_is_named(server, url):
@@ -107,10 +117,10 @@ async def test_all_ranks_are_waited_for_and_the_missing_one_is_named(server, url
         assert (await server.hello(1)).rank == 0
         offered = made(ranks=2)
         await server.offer(offered)
-        got = await in_thread(first.fetch, 5, timeout=5)
+        got = await in_thread(first.fetch, 5)
         with pytest.raises(TransportError, match=r"rank 1 did not fetch batch 5 .*last heard 0 s ago"):
             await server.applied(fetch=0.1, step=5)
-        other = await in_thread(second.fetch, 5, timeout=5)
+        other = await in_thread(second.fetch, 5)
         assert {got.rank, other.rank} == {0, 1} and got.tokens == other.tokens
         with pytest.raises(TransportError, match=r"rank 0 did not acknowledge batch 5 as applied"):
             await server.applied(fetch=1, step=0.1)

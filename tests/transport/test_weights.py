@@ -11,13 +11,14 @@ from urllib.parse import urlsplit
 
 import pytest
 import torch
+from newest_weights import newest_version
 from safetensors.torch import load_file, save_file
 
 from stackrl.runtime.transport import pull
 from stackrl.runtime.transport.auth import bearer
 from stackrl.runtime.transport.folder import FolderPublisher, complete_versions, write_folder
 from stackrl.runtime.transport.messages import Version, WeightManifest, encode
-from stackrl.runtime.transport.pull import PullPublisher, newest_version
+from stackrl.runtime.transport.pull import PullPublisher
 from stackrl.runtime.transport.weights import Publisher, WeightError, WeightsGone, describe, receive
 
 TOKEN = "secret"
@@ -122,9 +123,9 @@ def test_every_route_needs_the_token(server: PullPublisher) -> None:
 
 def test_requests_that_make_no_sense_are_refused(server: PullPublisher) -> None:
     assert status(server.source, "/weights/manifest") == 404
-    assert newest_version(server.source, TOKEN, timeout=5) is None
+    assert newest_version(server.source, TOKEN) is None
     server.publish(Version(1, 0), tensors(1).items())
-    assert newest_version(server.source, TOKEN, timeout=5) == Version(1, 0)
+    assert newest_version(server.source, TOKEN) == Version(1, 0)
     answers = {
         "/weights": 404,
         "/weights/1.0/../../etc": 404,
