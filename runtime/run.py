@@ -221,9 +221,15 @@ def create_run(
 
     ``environment``: the task's `envs`, where no one else brings them to the node program.
     """
-    runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
     run = RunFolder(runs_home() / new_run_id(name))
-    run.path.mkdir(mode=0o700)
+    try:
+        runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
+        run.path.mkdir(mode=0o700)
+    except OSError as error:
+        raise RunError(
+            f"{runs_home()} cannot hold runs ({error.strerror}); "
+            "set STACKRL_HOME to a folder that you can write to"
+        ) from error
     run.write("run.json", {"id": run.id, "name": name, "made": time.time()})
     run.write_source(source, source_hash, environment or {})
     run.write_plan(stack, plan)

@@ -281,7 +281,8 @@ def file_is_named(task: Task, file: File) -> Problems:
     ends_alike = real.as_posix().endswith(f"/{path}")
     from_inside = ends_alike and not written.is_absolute() and path.endswith(f"/{below}")
     if below and path != below and not from_inside:
-        yield Problem(("envs", "STACK"), f"{named} is not this file", mend)
+        elsewhere = f", or stand in the folder from which {named} is its path" if ends_alike else ""
+        yield Problem(("envs", "STACK"), f"{named} is not this file", mend + elsewhere)
     elif not below and not ends_alike:
         yield Problem(("envs", "STACK"), f"{named} is not this file, {file.name}", "name the file itself")
 

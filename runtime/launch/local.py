@@ -106,7 +106,12 @@ def _accompany(run: RunFolder, node: subprocess.Popen[bytes], attempt: int, sinc
         for number in (signal.SIGINT, signal.SIGTERM)
     }
     try:
-        history = follow(run, lambda: node.poll() is None, Console(stderr=True), since)
+        try:
+            history = follow(run, lambda: node.poll() is None, Console(stderr=True), since)
+        except (BrokenPipeError, SystemExit):  # nobody reads any more, which rich answers by an exit
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
+            node.wait()
+            history = follow(run, lambda: False, Console(stderr=True), since)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

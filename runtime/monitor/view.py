@@ -230,6 +230,8 @@ def told(event: Record) -> str:
         return (
             f"stage {event['stage']} begins at step {event['step'] + 1} of {event['steps']} ({event['kind']})"
         )
+    if name == "engines_awaited":
+        return "waiting for the engines to start"
     if name == "resumed":
         where = _BEGINS_AGAIN
         if event["from"]:

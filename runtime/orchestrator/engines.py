@@ -63,6 +63,11 @@ class Engines:
                 tasks.create_task(engine.wait_ready(within))
         self._steady.set()
 
+    @property
+    def serving_now(self) -> bool:
+        """Whether requests are taken: engines have started and no update is under way."""
+        return self._steady.is_set()
+
     def aim(self, version: Version, source: str) -> None:
         """Bring the engines to ``version``, which ``source`` serves; a newer aim replaces an older one."""
         if version > self.version and (self._target is None or version > self._target[0]):

@@ -105,6 +105,8 @@ class Stages:
     async def _reinforce(self, stage: RlStage, done: int) -> None:
         settings = settings_of(self.stack, stage)
         limits = self._limits(stage)
+        if not self.engines.serving_now:
+            self.sink.event("engines_awaited")
         await self._synchronised()
         if done == 0:
             await self._evaluate(stage, settings.environments, "before")

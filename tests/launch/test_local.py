@@ -240,3 +240,20 @@ def test_the_tasks_environment_reaches_the_node_program(
     )
     local.launch(load(file), detach=True, resume=None)
     assert started[0]["MODE"] == "7" and started[0]["PATH"] == os.environ["PATH"]
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_when_nobody_reads_what_is_shown() -> None:
+    run = learning_run()
+    launched = start("--resume", run.id)
+    assert launched.stderr is not None
+    launched.stderr.close()
+    assert launched.wait(60) == 0
+    assert run.state().status == "finished"
+
+
+def test_a_home_that_cannot_hold_runs_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("STACKRL_HOME", str(tmp_path / "file"))
+    with pytest.raises(RunError, match=r"file/runs cannot hold runs .*set STACKRL_HOME"):
+        local.launch(load(task_file(tmp_path)), detach=False, resume=None)
