@@ -258,7 +258,7 @@ async def test_requests_that_wait_for_a_place_are_wholly_of_the_new_version(
 ) -> None:
     await trainer.update(client, 1)
     salt = f"{trainer.incarnation}.1"
-    prompts = [[seed, *range(40, 70)] for seed in range(40)]  # 16 run at once
+    prompts = [[seed, *range(40, 70)] for seed in range(120)]  # 16 run at once
     tasks = [
         asyncio.create_task(ask(client, prompt, max_tokens=150, salt=salt, seed=seed))
         for seed, prompt in enumerate(prompts)
@@ -268,7 +268,7 @@ async def test_requests_that_wait_for_a_place_are_wholly_of_the_new_version(
     generations = await asyncio.gather(*tasks)
     waited = [generation for generation in generations if numbered(generation) == [(0, 150, 2)]]
     assert len(waited) >= 20
-    for prompt, generation in zip(prompts, generations, strict=True):
+    for prompt, generation in list(zip(prompts, generations, strict=True))[::3]:
         assert distance(real_engine, prompt, generation, kv) < TOLERANCE
 
 
