@@ -51,7 +51,7 @@ def main() -> int:
     )
     parser.add_argument("--stack", type=Path, default=Path("stacks/reverse-text-cpu.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
-    parser.add_argument("--plot", type=Path, help="write the reward curves there (SVG; needs the extra `benchmarks`)")
+    parser.add_argument("--plot", type=Path, help="write the curves there (SVG; extra `benchmarks`)")
     options = parser.parse_args()
 
     stages = first_rl_stage(options.stack)
