@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-CORES_VARIABLE = "STACKRL_CORES"
+from stackrl.runtime.run import CORES_VARIABLE
+
 MEETING = timedelta(seconds=300)
 """How long ranks wait for each other at the start."""
 COLLECTIVE = timedelta(seconds=1800)
