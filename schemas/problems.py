@@ -55,6 +55,11 @@ class StackError(Exception):
         self.problems = problems
 
 
+def at(*steps: str | int) -> Path:
+    """A path inside the stack."""
+    return (*STACK, *steps)
+
+
 def dotted(path: Path) -> str:
     """``("_metadata", "stack", "stages", 0, "steps")`` → ``stages.0.steps``, as ``--set`` takes it.
 

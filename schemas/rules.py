@@ -15,7 +15,13 @@ from typing import Any
 from stackrl.schemas import skypilot
 from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.model import PretrainedModel, RandomModel
-from stackrl.schemas.problems import STACK, Path, Problem
+from stackrl.schemas.problems import Path, Problem, at
+from stackrl.schemas.rules_of_operation import (
+    growth_can_count,
+    idle_is_longer_than_work,
+    secrets_are_brought,
+    shared_checkpoints,
+)
 from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
@@ -33,11 +39,6 @@ def check(stack: Stack, task: Task | None, file: File) -> list[Problem]:
         problems += [problem for rule in TASK_RULES for problem in rule(stack, task)]
         problems += file_is_named(task, file)
     return problems
-
-
-def at(*steps: str | int) -> Path:
-    """A path inside the stack."""
-    return (*STACK, *steps)
 
 
 # ---- the stack by itself
@@ -259,6 +260,17 @@ def token_for_several_nodes(stack: Stack, task: Task) -> Problems:
         yield Problem(("secrets",), "several nodes need a token for their sockets", mend, at_key=True)
 
 
+def token_is_secret(stack: Stack, task: Task) -> Problems:
+    for key in ("envs", "secrets"):
+        variables = task.get(key) or {}
+        if isinstance(variables, list):  # names alone
+            continue
+        if "STACKRL_TOKEN" in variables and (key == "envs" or variables["STACKRL_TOKEN"] is not None):
+            what = "a token in a file is no secret, for the file is kept with the run"
+            mend = "say secrets: {STACKRL_TOKEN: null}, and give its value by `export STACKRL_TOKEN=…`"
+            yield Problem((key, "STACKRL_TOKEN"), what, mend, at_key=True)
+
+
 def file_is_named(task: Task, file: File) -> Problems:
     """`envs.STACK` is the file itself, as seen from the work directory: nodes read it there.
 
@@ -300,8 +312,18 @@ STACK_RULES = (
     one_pool_or_a_pair,
     roles_have_one_size,
     sharing,
+    idle_is_longer_than_work,
+    growth_can_count,
 )
-TASK_RULES = (roles_fit_machines, device_fits, degrees_divide, token_for_several_nodes)
+TASK_RULES = (
+    roles_fit_machines,
+    device_fits,
+    degrees_divide,
+    token_for_several_nodes,
+    token_is_secret,
+    shared_checkpoints,
+    secrets_are_brought,
+)
 
 
 # ---- where rules look

@@ -9,7 +9,9 @@ from pydantic import Field
 from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.base import Model
 from stackrl.schemas.environments import Environment, Evaluate
+from stackrl.schemas.guards import Guards
 from stackrl.schemas.inference import Inference, PullWeights, Sampling, Weights
+from stackrl.schemas.limits import Limits
 from stackrl.schemas.model import ModelSource
 from stackrl.schemas.optimizers import AdamW
 from stackrl.schemas.roles import Roles
@@ -37,11 +39,22 @@ class Wandb(Model):
     """User or team; by default the key's own."""
 
 
+class Rollouts(Model):
+    """Which rollouts are kept for the report."""
+
+    every: int = Field(default=1, ge=1)
+    """Those of every so many RL steps."""
+    keep: int = Field(default=10_000, ge=1)
+    """Newest rollouts that stay."""
+
+
 class Monitors(Model):
-    """Where metrics go besides metrics.jsonl."""
+    """What is kept besides metrics.jsonl, and where else it goes."""
 
     wandb: Wandb | None = None
     """Weights & Biases."""
+    rollouts: Rollouts | None = Rollouts()
+    """Rollouts that the report shows word by word; nothing: none are kept."""
 
 
 class Stack(Model):
@@ -69,6 +82,8 @@ class Stack(Model):
     evaluate: Evaluate | None = None
     """Held-out environments, run now and then on the current version."""
     checkpoint: Checkpoint = Checkpoint()
+    limits: Limits = Limits()
+    guards: Guards = Guards()
     monitors: Monitors = Monitors()
 
 

@@ -14,6 +14,7 @@ import yaml
 from stackrl.schemas.loader import LoadedStack, load, load_text
 from stackrl.schemas.problems import STACK, Place, Problem, StackError
 from stackrl.schemas.support import unsupported
+from stackrl.schemas.written import written
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder of the package: templates/, schemas/, stacks/."""
@@ -77,7 +78,7 @@ def show(file: str, overrides: Sequence[str], output: str) -> int:
     """Print the file with overrides applied and defaults filled in. It is a stack file again, without the
     values of secrets."""
     loaded = load(file, overrides)
-    stack = loaded.stack.model_dump(mode="json", exclude_none=True)
+    stack = written(loaded.stack)
     task = {**loaded.task, STACK[0]: {**loaded.task[STACK[0]], STACK[1]: stack}}
     if isinstance(task.get("secrets"), dict):
         task["secrets"] = dict.fromkeys(task["secrets"])

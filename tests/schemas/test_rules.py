@@ -15,6 +15,11 @@ TWO_NODES = (
 )
 
 
+def with_line(line):
+    """A change that adds a line to the stack."""
+    return ("    version: 1\n", f"    version: 1\n    {line}\n")
+
+
 def complaints(folder, *changes, base=stacks.GOOD):
     with pytest.raises(StackError) as error:
         load(stacks.write(folder, *changes, base=base))
@@ -158,8 +163,38 @@ def complaints(folder, *changes, base=stacks.GOOD):
             "several nodes need a token for their sockets",
         ),
         (
+            [("run:", "secrets: {STACKRL_TOKEN: hush}\nrun:")],
+            "secrets.STACKRL_TOKEN: a token in a file is no secret, for the file is kept with the run",
+        ),
+        (
+            [("envs: {STACK: small.yaml}", "envs: {STACK: small.yaml, STACKRL_TOKEN: hush}")],
+            "envs.STACKRL_TOKEN: a token in a file is no secret, for the file is kept with the run",
+        ),
+        (
             [*TWO_NODES, ("nodes: rest", "nodes: 3")],
             "roles: the split adds up to 4 nodes, but num_nodes is 2",
+        ),
+        (
+            [("max_tokens: 9", "max_tokens: 9, timeout: 3600"), with_line("limits: {idle_minutes: 60}")],
+            "10:28: limits.idle_minutes: a rollout may take 3600 s, and a run that is idle for 60 minutes is "
+            "ended; make it 61 or more, or lower sampling.timeout",
+        ),
+        (
+            [("type: rl, steps: 5", "type: rl, steps: 5, sampling: {timeout: 3600}")],
+            "limits.idle_minutes: a rollout may take 3600 s, and a run that is idle for 60 minutes",
+        ),
+        (
+            [with_line("guards: {mismatch: {above: 0.01}}")],
+            "guards.mismatch.growth_above: above 0.01, where growth would count, every mismatch counts",
+        ),
+        (
+            [*TWO_NODES, with_line("checkpoint: {path: saved}")],
+            "checkpoint.path: saved is a folder of its own on each of 2 nodes; write an absolute path",
+        ),
+        (
+            [with_line("guards: {notify: {webhook: '${HOOK}'}}")],
+            "guards.notify.webhook: nothing brings the environment variable HOOK to the nodes; add secrets: "
+            "{HOOK: null}",
         ),
         ([("STACK: small.yaml", "STACK: other.yaml")], "4:15: envs.STACK: other.yaml is not this file"),
         (
@@ -181,6 +216,16 @@ def test_bad_combinations(tmp_path, changes, expected):
     "changes",
     [
         TWO_NODES,
+        [*TWO_NODES, with_line("checkpoint: {path: /shared/saved}")],
+        [*TWO_NODES, with_line("checkpoint: {path: ~/saved}")],
+        [with_line("checkpoint: {path: saved}")],
+        [("max_tokens: 9", "max_tokens: 9, timeout: 3599")],
+        [with_line("guards: {mismatch: {above: 0.011}}")],
+        [
+            with_line("guards: {notify: {webhook: '${HOOK}'}}"),
+            ("num_nodes: 1\n", "num_nodes: 1\nsecrets: {HOOK: null}\n"),
+        ],
+        [with_line("guards: {notify: {webhook: 'https://example.org/hook', command: [mail, me]}}")],
         stacks.gpus(8, "{trainer: {gpus: 4}, inference: {gpus: rest}}"),
         stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: rest}}"),
         stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 1GiB}}"),

@@ -1,0 +1,52 @@
+"""Rules over how a run is watched, saved and ended. schemas/rules.py registers them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path as File
+
+from stackrl.schemas import skypilot
+from stackrl.schemas.guards import VARIABLE
+from stackrl.schemas.problems import Problem, at
+from stackrl.schemas.split import Task
+from stackrl.schemas.stack import Stack, settings_of
+
+Problems = Iterator[Problem]
+
+
+def idle_is_longer_than_work(stack: Stack) -> Problems:
+    """A rollout that takes its time must not look like a run in which nothing happens."""
+    longest = max(settings_of(stack, stage).sampling.timeout for stage in stack.stages)
+    idle = stack.limits.idle_minutes
+    if idle * 60 <= longest:
+        what = f"a rollout may take {longest:g} s, and a run that is idle for {idle:g} minutes is ended"
+        mend = f"make it {longest // 60 + 1:g} or more, or lower sampling.timeout"
+        yield Problem(at("limits", "idle_minutes"), what, mend)
+
+
+def growth_can_count(stack: Stack) -> Problems:
+    mismatch = stack.guards.mismatch
+    if mismatch.growth_above >= mismatch.above:
+        what = f"above {mismatch.above:g}, where growth would count, every mismatch counts already"
+        yield Problem(at("guards", "mismatch", "growth_above"), what, "make it less than `above`")
+
+
+def shared_checkpoints(stack: Stack, task: Task) -> Problems:
+    """Each node would take a relative path for a folder of its own."""
+    path = stack.checkpoint.path
+    if path and skypilot.nodes(task) > 1 and not File(path).expanduser().is_absolute():
+        what = f"{path} is a folder of its own on each of {skypilot.nodes(task)} nodes"
+        yield Problem(
+            at("checkpoint", "path"), what, "write an absolute path, at which all nodes see the same storage"
+        )
+
+
+def secrets_are_brought(stack: Stack, task: Task) -> Problems:
+    """A variable that holds the webhook's URL is in `secrets` or `envs`: nothing else reaches a node."""
+    webhook = stack.guards.notify.webhook or ""
+    if not (match := VARIABLE.fullmatch(webhook)):
+        return
+    name = match[1]
+    if name not in (task.get("secrets") or {}) and name not in (task.get("envs") or {}):
+        what = f"nothing brings the environment variable {name} to the nodes"
+        yield Problem(at("guards", "notify", "webhook"), what, f"add secrets: {{{name}: null}}")
