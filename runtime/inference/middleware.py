@@ -5,26 +5,51 @@ vLLM's own ``--api-key`` guards /v1 alone and leaves the routes that pause it an
 
 from __future__ import annotations
 
+import asyncio
 import logging
 
+import uvicorn.config
 from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from stackrl.runtime.run import run_token
 from stackrl.runtime.transport.auth import authorized
+from stackrl.runtime.transport.strangers import Doorkeeper, FirstOfEach, many_files
 
 log = logging.getLogger("vllm.stackrl")
+
+doorkeeper = Doorkeeper()
+"""Of this process's server: uvicorn waits for ever for a first request, and for the end of any."""
+
+
+class WatchedProtocol(HttpToolsProtocol):
+    """uvicorn's protocol, whose connections the doorkeeper knows of."""
+
+    def connection_made(self, transport: asyncio.Transport) -> None:
+        super().connection_made(transport)
+        doorkeeper.keep_sweeping(self.loop)
+        doorkeeper.arrived(self.client, transport.abort)
+
+    def connection_lost(self, error: Exception | None) -> None:
+        doorkeeper.left(self.client)
+        super().connection_lost(error)
+
+
+uvicorn.config.HTTP_PROTOCOLS["auto"] = f"{__name__}:{WatchedProtocol.__name__}"
 
 
 class TokenMiddleware:
     """Answers 401 to a request, and closes a websocket, that does not show the token."""
 
     def __init__(self, app: ASGIApp) -> None:
+        many_files()
         self._app = app
         self._token = run_token()
-        self._refused: set[str] = set()
+        self._refused_first = FirstOfEach()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._allowed(scope):
+            doorkeeper.known(tuple(scope.get("client") or ()))
             await self._app(scope, receive, send)
             return
         self._log_once(scope)
@@ -42,7 +67,6 @@ class TokenMiddleware:
         return len(shown) == 1 and authorized(shown[0].decode("latin-1"), self._token)
 
     def _log_once(self, scope: Scope) -> None:
-        peer = (scope.get("client") or ["unknown"])[0]
-        if peer not in self._refused:
-            self._refused.add(peer)
-            log.warning("refused %s without the run's token (first try: %s)", peer, scope["path"])
+        host = (scope.get("client") or ["unknown"])[0]
+        if self._refused_first(host):
+            log.warning("refused %s without the run's token (first try: %s)", host, scope["path"])

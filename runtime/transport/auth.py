@@ -14,3 +14,8 @@ def authorized(header: str | None, token: str) -> bool:
     """Whether the Authorization ``header`` of a request shows ``token``; takes equal time for any header."""
     shown = (header or "").encode(errors="surrogateescape")  # any bytes may come from outside
     return hmac.compare_digest(shown, f"Bearer {token}".encode())
+
+
+def blotted(text: str, token: str) -> str:
+    """``text`` with ``***`` in the place of ``token``, which a URL spells as it is (see `new_token`)."""
+    return text.replace(token, "***") if token else text

@@ -1,11 +1,14 @@
 """Batches from the orchestrator to the trainer's ranks over HTTP, and their acknowledgements back.
 
-    POST /hello                a rank arrives: Hello → 200, or 409 where it does not fit this run
+    POST /hello                a rank arrives: Hello → 201, 200 where it is known already, or 409 where it
+                               does not fit this run
     GET  /batches/{i}?rank=r   long poll: Batch or End, or 204 after LONG_POLL seconds: ask again
     POST /acks                 Ack → 200
+    POST /logprobs             Logprobs → 200
 
 Every request carries the run's token. The server holds one sealed batch, encoded once for each rank, until
-rank 0 has applied it; a rank that asks again for it gets the same bytes.
+rank 0 has applied it; a rank that asks again for it gets the same bytes. A rank that the server does not
+know is answered 428: the orchestrator was restarted under it, and it greets again before it goes on.
 """
 
 from __future__ import annotations
@@ -16,30 +19,31 @@ import time
 from collections.abc import Awaitable, Callable, Sequence
 from urllib.parse import urlsplit
 
-import httpx
 from aiohttp import web
 
-from stackrl.runtime.transport.auth import authorized, bearer
+from stackrl.runtime.transport.auth import authorized
 from stackrl.runtime.transport.messages import (
     Ack,
     Batch,
     End,
     Hello,
+    Logprobs,
     M,
     MessageError,
-    Version,
     decode,
     encode,
 )
+from stackrl.runtime.transport.strangers import Doorkeeper, listen, many_files, peer
 
 LONG_POLL = 20.0
 MAX_REQUEST_BYTES = 1 << 20
-"""Of what a trainer sends: hellos and acknowledgements, never arrays."""
-SILENCE = 300.0
-"""Seconds without any answer after which a client gives the orchestrator up."""
-_REQUEST = 30.0
-"""Seconds that a client gives one request beyond the long poll."""
-_RETRY = 0.5
+"""Of hellos and acknowledgements."""
+MAX_LOGPROBS_BYTES = 1 << 28
+"""Of the logprobs of one rank's batch."""
+NEW = 201
+"""Status for the first greeting of a rank to this server."""
+UNKNOWN = 428
+"""Status for a rank that has not said hello to this server."""
 _MEDIA = "application/vnd.msgpack"
 
 log = logging.getLogger(__name__)
@@ -49,16 +53,31 @@ class TransportError(Exception):
     """The other side did not answer in time, or refused. The text names it and what it said."""
 
 
+OnLogprobs = Callable[[Logprobs], None]
+
+
 class BatchServer:
     """The orchestrator's side. All methods belong to the event loop that started it."""
 
-    def __init__(self, url: str, token: str, *, incarnation: int, index: int) -> None:
+    def __init__(
+        self,
+        url: str,
+        token: str,
+        *,
+        incarnation: int,
+        index: int,
+        resumed: bool = False,
+        sealed: bool = False,
+    ) -> None:
+        """``index``: the next batch. ``resumed``: the trainer's ranks are at work already, for an
+        orchestrator that was killed. ``sealed``: that one may have handed batch ``index`` out."""
         self._url, self._token = url, token
         self._incarnation = incarnation
         self._ranks = 0
         """How many there are, as the first that greets says."""
         self._index = index
         """The batch that is offered, or will be next."""
+        self._resumed, self._sealed = resumed, sealed
         self._payloads: list[bytes] | None = None
         self._end: bytes | None = None
         self._hellos: dict[int, Hello] = {}
@@ -67,21 +86,29 @@ class BatchServer:
         self._ended: set[int] = set()
         self._changed = asyncio.Condition()
         self._runner: web.AppRunner | None = None
+        self._listener: asyncio.Server | None = None
+        self.on_logprobs: OnLogprobs = lambda message: None
+        """Takes what the ranks report; called on the event loop."""
 
     async def start(self) -> None:
         """Listen on the URL's host and port. Raises OSError where they are taken."""
+        doorkeeper = Doorkeeper()
+        many_files()
         application = web.Application(
-            client_max_size=MAX_REQUEST_BYTES, middlewares=[token_required(self._token)]
+            client_max_size=MAX_LOGPROBS_BYTES, middlewares=[token_required(self._token, doorkeeper)]
         )
         application.router.add_post("/hello", self._on_hello)
         application.router.add_get("/batches/{index}", self._on_batch)
         application.router.add_post("/acks", self._on_ack)
+        application.router.add_post("/logprobs", self._on_logprobs)
         self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
         await self._runner.setup()
         address = urlsplit(self._url)
-        await web.TCPSite(self._runner, address.hostname, address.port).start()
+        self._listener = await listen(self._runner.server, address.hostname, address.port, doorkeeper)
 
     async def close(self) -> None:
+        if self._listener is not None:
+            self._listener.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
@@ -103,38 +130,61 @@ class BatchServer:
             self._index, self._payloads = batches[0].index, payloads
             self._changed.notify_all()
 
-    async def applied(self, *, fetch: float, step: float) -> Ack:
-        """Rank 0's acknowledgement that the offered batch was applied; the batch is then let go.
-
-        ``fetch``: seconds within which every rank takes the batch; ``step``: seconds for the step after that.
-        Raises TransportError naming who was waited for.
-        """
+    async def fetched(self, within: float) -> None:
+        """Wait until every rank has the offered batch. Raises TransportError naming those that do not."""
         index = self._index
         await self._until(
-            lambda: all((index, rank, "accepted") in self._acks for rank in range(self._ranks)),
-            fetch,
+            lambda: len(self._accepted(index)) == self._ranks,
+            within,
             lambda: f"{self._missing(self._accepted(index))} did not fetch batch {index}{self._last_seen()}",
         )
-        applied = await self._acknowledged(index, "applied", step)
-        self._payloads = None
-        self._index = index + 1
-        self._acks = {key: ack for key, ack in self._acks.items() if key[2] == "durable"}
+
+    async def applied(self, within: float) -> Ack:
+        """Rank 0's acknowledgement that the offered batch was applied; the batch is then let go.
+
+        Raises TransportError where it does not come ``within`` seconds.
+        """
+        applied = await self._acknowledged(self._index, "applied", within)
+        self.go_on()
         return applied
 
-    async def durable(self, index: int, within: float) -> Ack:
-        """Rank 0's acknowledgement that its checkpoint after batch ``index`` is on disk."""
-        return await self._acknowledged(index, "durable", within)
+    async def repeated(self, index: int, within: float) -> Ack | None:
+        """What rank 0 says anew of batch ``index``, which it has applied under an earlier orchestrator.
 
-    async def end(self, reason: str, within: float) -> None:
-        """Tell all ranks that there are no more batches, and wait until each has heard it."""
+        None where it does not come ``within`` seconds.
+        """
+        try:
+            return await self._acknowledged(index, "applied", within)
+        except TransportError:
+            return None
+
+    async def durable(self, index: int, within: float) -> None:
+        """Wait until rank 0's checkpoint after batch ``index`` is on disk. Raises TransportError."""
+        await self._until(
+            lambda: (index, 0, "durable") in self._acks or self._hellos[0].saved > index,
+            within,
+            lambda: f"trainer rank 0 did not acknowledge batch {index} as durable{self._last_seen()}",
+        )
+
+    async def end(self, reason: str, within: float, *, save: bool = False) -> None:
+        """Tell all ranks that there are no more batches, and wait until each has heard it.
+
+        ``save``: they write a checkpoint first, which `durable` waits for.
+        """
         async with self._changed:
-            self._end = encode(End(reason=reason))
+            self._end = encode(End(reason=reason, save=save))
             self._changed.notify_all()
         await self._until(
             lambda: len(self._ended) == self._ranks,
             within,
             lambda: f"{self._missing(self._ended)} did not ask for more after the end{self._last_seen()}",
         )
+
+    def go_on(self) -> None:
+        """The batch of this index is applied: the next one's turn."""
+        self._payloads, self._sealed = None, False
+        self._index += 1
+        self._acks = {key: ack for key, ack in self._acks.items() if key[2] == "durable"}
 
     async def _acknowledged(self, index: int, state: str, within: float) -> Ack:
         key = (index, 0, state)
@@ -153,7 +203,13 @@ class BatchServer:
             raise TransportError(f"{complaint()} within {within:.0f} s") from None
 
     def _accepted(self, index: int) -> set[int]:
-        return {rank for (i, rank, state) in self._acks if i == index and state == "accepted"}
+        """Ranks that have batch ``index``, by their acknowledgement or by their greeting."""
+        said = {rank for (i, rank, state) in self._acks if i == index and state == "accepted"}
+        return said | {
+            rank
+            for rank, hello in self._hellos.items()
+            if hello.index > index or (hello.index == index and hello.taken)
+        }
 
     def _missing(self, present: set[int]) -> str:
         if not self._ranks:
@@ -173,7 +229,7 @@ class BatchServer:
                 text=f"incarnation {incarnation} of the trainer; this run is at {self._incarnation}"
             )
         if not greeting and rank not in self._hellos:
-            raise web.HTTPConflict(text=f"rank {rank} has not said hello")
+            raise web.HTTPPreconditionRequired(text=f"rank {rank} has not said hello")
         self._seen = time.monotonic()
 
     async def _on_hello(self, request: web.Request) -> web.Response:
@@ -183,15 +239,28 @@ class BatchServer:
             raise web.HTTPBadRequest(text=f"rank {hello.rank} of {hello.ranks}")
         if self._ranks and hello.ranks != self._ranks:
             raise web.HTTPConflict(text=f"rank {hello.rank} is one of {hello.ranks}, others of {self._ranks}")
-        if hello.index != self._index and hello.rank not in self._hellos:
+        known = self._hellos.get(hello.rank)
+        if known is None and not self._fits(hello):
             raise web.HTTPConflict(
                 text=f"the trainer resumes at optimizer step {hello.index}, the orchestrator at {self._index}"
             )
-        async with self._changed:
-            self._ranks = hello.ranks
-            self._hellos[hello.rank] = hello
-            self._changed.notify_all()
-        return web.Response()
+        if known is None or hello.index >= known.index:
+            async with self._changed:
+                self._ranks = hello.ranks
+                self._hellos[hello.rank] = hello
+                self._changed.notify_all()
+        return web.Response(status=NEW if known is None else 200)
+
+    def _fits(self, hello: Hello) -> bool:
+        """Whether the first greeting of a rank is from where this server goes on.
+
+        Under an orchestrator that was restarted a rank may be a step ahead, on the batch that was sealed, or
+        a step behind, about to say that it has applied its batch.
+        """
+        if not self._resumed:
+            return hello.index == self._index
+        ahead = self._sealed or hello.rank > 0
+        return self._index - hello.taken <= hello.index <= self._index + ahead
 
     async def _on_batch(self, request: web.Request) -> web.Response:
         try:
@@ -216,129 +285,44 @@ class BatchServer:
     async def _on_ack(self, request: web.Request) -> web.Response:
         ack = await _read(request, Ack)
         self._heard(ack.rank, ack.incarnation)
-        if ack.index > self._index or (ack.index == self._index and self._payloads is None):
+        served = self._payloads is not None or self._sealed
+        if ack.index > self._index or (ack.index == self._index and not served):
             raise web.HTTPConflict(text=f"batch {ack.index} was never served")
         async with self._changed:
             self._acks[ack.index, ack.rank, ack.state] = ack
             self._changed.notify_all()
         return web.Response()
 
-
-class BatchClient:
-    """A trainer rank's side: synchronous, one request at a time. Use as a context, or close it."""
-
-    def __init__(self, url: str, token: str, rank: int, ranks: int) -> None:
-        self._rank, self._ranks = rank, ranks
-        self._incarnation = 0
-        self._http = httpx.Client(
-            base_url=url,
-            headers=bearer(token),
-            timeout=httpx.Timeout(LONG_POLL + _REQUEST, connect=_REQUEST),
-        )
-
-    def hello(self, *, incarnation: int, index: int, version: Version, weights: str, timeout: float) -> None:
-        """Greet the orchestrator, which may still be starting. Raises TransportError where it refuses."""
-        self._incarnation = incarnation
-        hello = Hello(
-            incarnation=incarnation,
-            rank=self._rank,
-            ranks=self._ranks,
-            index=index,
-            version=version,
-            weights=weights,
-        )
-        self._request("POST", "/hello", timeout, content=encode(hello))
-
-    def fetch(self, index: int, silence: float = SILENCE) -> Batch | End:
-        """Batch ``index``, or the end. An arrived batch is acknowledged as accepted.
-
-        Waits for as long as the orchestrator answers that there is none yet: it has limits of its own for
-        all that a batch needs. Raises TransportError when it gives no answer for ``silence`` seconds,
-        MessageError for a garbled batch.
-        """
-        path = f"/batches/{index}?rank={self._rank}"
-        while (response := self._request("GET", path, silence)).status_code == 204:
-            pass
-        message = decode(response.content, Batch, End)
-        if isinstance(message, Batch):
-            self._check(message, index)
-            version = Version(self._incarnation, message.step)
-            self.ack(index=index, step=message.step, state="accepted", version=version, timeout=silence)
-        return message
-
-    def ack(
-        self,
-        *,
-        index: int,
-        step: int,
-        state: str,
-        version: Version,
-        metrics: dict[str, float] | None = None,
-        timeout: float = SILENCE,
-    ) -> None:
-        """Say how far a batch came; see Ack. Raises TransportError where that cannot be said."""
-        ack = Ack(
-            incarnation=self._incarnation,
-            index=index,
-            step=step,
-            rank=self._rank,
-            state=state,
-            version=version,
-            metrics=metrics or {},
-        )
-        self._request("POST", "/acks", timeout, content=encode(ack))
-
-    def close(self) -> None:
-        self._http.close()
-
-    def __enter__(self) -> BatchClient:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def _check(self, batch: Batch, index: int) -> None:
-        got = (batch.incarnation, batch.index, batch.rank, batch.ranks)
-        if got != (self._incarnation, index, self._rank, self._ranks):
-            raise MessageError(f"asked for batch {index} and got {got}: incarnation, index, rank, ranks")
-
-    def _request(
-        self, method: str, path: str, timeout: float, content: bytes | None = None
-    ) -> httpx.Response:
-        """One request, repeated while nobody answers, for at most ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
-        while True:
-            try:
-                response = self._http.request(method, path, content=content)
-            except httpx.TransportError as error:
-                if time.monotonic() + _RETRY > deadline:
-                    raise TransportError(
-                        f"the orchestrator did not answer {method} {path} within {timeout:.0f} s: {error}"
-                    ) from error
-                time.sleep(_RETRY)
-                continue
-            if response.is_success:
-                return response
-            raise TransportError(
-                f"the orchestrator refused {method} {path} with {response.status_code}: {response.text[:500]}"
-            )
+    async def _on_logprobs(self, request: web.Request) -> web.Response:
+        message = await _read(request, Logprobs, MAX_LOGPROBS_BYTES)
+        self._heard(message.rank, message.incarnation)
+        self.on_logprobs(message)
+        return web.Response()
 
 
-def token_required(token: str) -> Callable[..., Awaitable[web.StreamResponse]]:
-    """Middleware of aiohttp that answers 401 to every request without the run's token."""
+def token_required(
+    token: str, doorkeeper: Doorkeeper | None = None
+) -> Callable[..., Awaitable[web.StreamResponse]]:
+    """Middleware of aiohttp that answers 401 to every request without the run's token, and tells
+    ``doorkeeper`` of those that show it."""
 
     @web.middleware
     async def check(request: web.Request, handler: Callable[..., Awaitable[web.StreamResponse]]):
         if not authorized(request.headers.get("Authorization"), token):
             raise web.HTTPUnauthorized(text="this run's token is needed")
+        if doorkeeper is not None:
+            doorkeeper.known(peer(request.transport))
         return await handler(request)
 
     return check
 
 
-async def _read(request: web.Request, kind: type[M]) -> M:
+async def _read(request: web.Request, kind: type[M], limit: int = MAX_REQUEST_BYTES) -> M:
+    data = await request.read()
+    if len(data) > limit:
+        raise web.HTTPRequestEntityTooLarge(max_size=limit, actual_size=len(data))
     try:
-        return decode(await request.read(), kind)
+        return decode(data, kind)
     except MessageError as error:
         log.warning("refused a message at %s: %s", request.path, error)
         raise web.HTTPBadRequest(text=f"not a {kind.__name__}: {error}") from error

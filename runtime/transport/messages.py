@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 MAX_MESSAGE_BYTES = 1 << 30
 DTYPES = ("<i4", "<i8", "<f4", "|u1")
 
@@ -116,8 +116,10 @@ class Group(msgspec.Struct, kw_only=True):
 class MicroBatch(msgspec.Struct, kw_only=True):
     """Packed sequences that go through the model at once: T tokens of D documents, back to back.
 
-    ``lengths`` int32 [D], summing to T; the other arrays as in Sample, ``advantages`` and ``temperatures``
-    float32 [D] one per document. An empty micro-batch (T = 0) keeps data-parallel ranks in step.
+    ``documents`` names them: a rollout (``12-3``), further sequences of the same rollout (``12-3/1``), or
+    ``demonstration``. ``lengths`` int32 [D], summing to T; the other arrays as in Sample, ``advantages`` and
+    ``temperatures`` float32 [D] one per document. An empty micro-batch (T = 0) keeps data-parallel ranks in
+    step.
     """
 
     tokens: np.ndarray
@@ -126,6 +128,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     logprobs: np.ndarray
     advantages: np.ndarray
     temperatures: np.ndarray
+    documents: list[str]
 
     def __post_init__(self) -> None:
         length, documents = len(self.tokens), len(self.lengths)
@@ -137,6 +140,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
         _check_array("temperatures", self.temperatures, "<f4", (documents,))
         _require(int(self.lengths.sum()) == length, "lengths do not add up to the tokens")
         _require(bool((self.lengths > 0).all()), "an empty document")
+        _require(len(self.documents) == documents, f"{len(self.documents)} names for {documents} documents")
 
 
 class Batch(msgspec.Struct, kw_only=True):
@@ -144,7 +148,8 @@ class Batch(msgspec.Struct, kw_only=True):
 
     ``index`` counts optimizer steps of the run, supervised ones included; ``step`` is the RL step whose
     weights the batch trains (the result is version ``step + 1``; a supervised batch leaves it as it is).
-    ``tokens`` and ``sequences`` are the global denominators over all ranks and micro-batches.
+    ``tokens`` and ``sequences`` are the global denominators over all ranks and micro-batches. With
+    ``report`` each rank sends Logprobs of it back.
     """
 
     incarnation: int
@@ -159,6 +164,7 @@ class Batch(msgspec.Struct, kw_only=True):
     checkpoint: bool
     last_of_stage: bool
     micro_batches: list[MicroBatch]
+    report: bool = False
 
     def __post_init__(self) -> None:
         _require(0 <= self.rank < self.ranks, f"rank {self.rank} of {self.ranks}")
@@ -166,16 +172,22 @@ class Batch(msgspec.Struct, kw_only=True):
 
 
 class End(msgspec.Struct, kw_only=True):
-    """No more batches: the run is over (``reason`` 'finished') or ends early."""
+    """No more batches: the run is over (``reason`` 'finished') or ends early.
+
+    With ``save`` the trainer first writes a checkpoint of its index, and acknowledges it as durable.
+    """
 
     reason: str
+    save: bool = False
 
 
 class Hello(msgspec.Struct, kw_only=True):
-    """A trainer rank meets the orchestrator: the first thing it sends, before any batch.
+    """A trainer rank meets the orchestrator: the first thing it sends, before any batch, and again where
+    the orchestrator was restarted and does not know the rank.
 
-    ``index`` is the optimizer step it resumes at, ``weights`` the address that serves its weights (rank 0;
-    empty on the others), ``version`` what it has published there.
+    ``index`` is its next optimizer step, ``weights`` the address that serves its weights (rank 0; empty on
+    the others), ``version`` what it has published there. ``taken``: it has batch ``index`` in hand already.
+    ``saved``: index of the newest checkpoint whose trainer part it has put on disk in this life, -1 for none.
     """
 
     incarnation: int
@@ -184,6 +196,8 @@ class Hello(msgspec.Struct, kw_only=True):
     index: int
     version: Version
     weights: str = ""
+    taken: bool = False
+    saved: int = -1
 
 
 class Ack(msgspec.Struct, kw_only=True):
@@ -197,6 +211,26 @@ class Ack(msgspec.Struct, kw_only=True):
     state: Literal["accepted", "applied", "durable"]
     version: Version
     metrics: dict[str, float] = {}
+
+
+class Logprobs(msgspec.Struct, kw_only=True):
+    """The trainer's logprobs of one rank's trained tokens in batch ``index``, before its step, at the
+    sampling temperature.
+
+    ``lengths`` int32 [D]: trained tokens of each of ``documents``; ``logprobs`` float32, their sum long.
+    """
+
+    incarnation: int
+    index: int
+    rank: int
+    documents: list[str]
+    lengths: np.ndarray
+    logprobs: np.ndarray
+
+    def __post_init__(self) -> None:
+        _check_array("lengths", self.lengths, "<i4", (len(self.documents),))
+        _require(bool((self.lengths >= 0).all()), "a negative length")
+        _check_array("logprobs", self.logprobs, "<f4", (int(self.lengths.sum()),))
 
 
 class TensorInfo(msgspec.Struct, frozen=True):

@@ -11,9 +11,11 @@ Joining late is the same as updating.
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import logging
 import re
+import socket
 import socketserver
 import threading
 import time
@@ -26,6 +28,7 @@ import torch
 
 from stackrl.runtime.transport.auth import authorized, bearer
 from stackrl.runtime.transport.messages import MessageError, Version, WeightManifest, decode, encode
+from stackrl.runtime.transport.strangers import BACKLOG, SWEEP_SECONDS, Doorkeeper, FirstOfEach, many_files
 from stackrl.runtime.transport.weights import (
     KEPT_VERSIONS,
     NamedTensors,
@@ -112,6 +115,7 @@ class WeightServer:
     """Serves a WeightStore on ``host:port`` from a thread; every request must show ``token``."""
 
     def __init__(self, store: WeightStore, host: str, port: int, token: str) -> None:
+        many_files()
         self._server = _Server((host, port), _Handler)
         self._server.store, self._server.token = store, token
         self.url = "http://{}:{}".format(*self._server.server_address[:2])
@@ -145,9 +149,34 @@ class _Server(socketserver.ThreadingTCPServer):
     allow_reuse_address = True
     daemon_threads = True
     block_on_close = False
-    request_queue_size = 128
+    request_queue_size = BACKLOG
     store: WeightStore
     token: str
+
+    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+        super().__init__(address, handler)
+        self.doorkeeper = Doorkeeper()
+        self.refused_first = FirstOfEach()
+        self._swept = 0.0
+
+    def process_request(self, request: socket.socket, client_address: tuple[str, int]) -> None:
+        self.doorkeeper.arrived(request, lambda: _hang_up(request))
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: socket.socket) -> None:
+        self.doorkeeper.left(request)
+        super().shutdown_request(request)
+
+    def service_actions(self) -> None:
+        if time.monotonic() - self._swept > SWEEP_SECONDS:
+            self._swept = time.monotonic()
+            self.doorkeeper.sweep()
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wakes the thread that waits for more of it."""
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -159,8 +188,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         if not authorized(self.headers.get("Authorization"), self.server.token):
-            log.warning("refused %s without the run's token", self.client_address[0])
+            if self.server.refused_first(self.client_address[0]):
+                log.warning("refused %s without the run's token", self.client_address[0])
             return self._text(401, "this needs the run's token")
+        self.server.doorkeeper.known(self.connection)
         address = urlsplit(self.path)
         route = re.fullmatch(r"/weights(?:/(\d+\.\d+))?(/manifest)?", address.path)
         if route is None or not any(route.groups()):

@@ -16,6 +16,7 @@ from stackrl.runtime.transport.messages import (
     Ack,
     End,
     Hello,
+    Logprobs,
     MessageError,
     MicroBatch,
     Sample,
@@ -73,12 +74,29 @@ def test_lengths_of_a_micro_batch_add_up():
         "logprobs": np.zeros(5, dtype="<f4"),
         "advantages": np.zeros(2, dtype="<f4"),
         "temperatures": np.ones(2, dtype="<f4"),
+        "documents": ["0-1", "0-1/1"],
     }
     MicroBatch(lengths=np.array([2, 3], dtype="<i4"), **parts)
     with pytest.raises(ValueError, match="do not add up"):
         MicroBatch(lengths=np.array([2, 2], dtype="<i4"), **parts)
     with pytest.raises(ValueError, match="empty document"):
         MicroBatch(lengths=np.array([5, 0], dtype="<i4"), **parts)
+    with pytest.raises(ValueError, match="1 names for 2 documents"):
+        MicroBatch(lengths=np.array([2, 3], dtype="<i4"), **parts | {"documents": ["0-1"]})
+
+
+def test_logprobs_add_up():
+    parts = {"incarnation": 1, "index": 3, "rank": 0, "documents": ["0-1", "demonstration"]}
+    lengths = np.array([2, 0], dtype="<i4")
+    sent = Logprobs(lengths=lengths, logprobs=np.array([-1.5, -2], dtype="<f4"), **parts)
+    got = decode(encode(sent), Logprobs)
+    assert got.documents == sent.documents and got.logprobs.tolist() == [-1.5, -2]
+    with pytest.raises(ValueError, match=r"logprobs is <f4 \[3\], expected <f4 \[2\]"):
+        Logprobs(lengths=lengths, logprobs=np.zeros(3, dtype="<f4"), **parts)
+    with pytest.raises(ValueError, match="negative length"):
+        Logprobs(lengths=-lengths, logprobs=np.zeros(0, dtype="<f4"), **parts)
+    with pytest.raises(ValueError, match=r"lengths is"):
+        Logprobs(lengths=lengths[:1], logprobs=np.zeros(2, dtype="<f4"), **parts)
 
 
 def test_only_the_expected_kinds_are_read():
@@ -87,10 +105,10 @@ def test_only_the_expected_kinds_are_read():
 
 
 def test_another_wire_version_is_refused(monkeypatch):
-    monkeypatch.setattr(messages, "WIRE_VERSION", 2)
+    monkeypatch.setattr(messages, "WIRE_VERSION", 1)
     data = encode(End(reason="finished"))
     monkeypatch.undo()
-    with pytest.raises(MessageError, match="wire version 2, this side speaks 1"):
+    with pytest.raises(MessageError, match="wire version 1, this side speaks 2"):
         decode(data, End)
 
 
