@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from random import Random
+from typing import Any, TypeVar
 
-from stackrl.runtime.inference.client import EngineError, Generation, UpdateTimes
+from stackrl.runtime.inference.client import EngineError, EngineLost, Generation, UpdateTimes
 from stackrl.runtime.transport.messages import Span, Version
 
 Answer = Callable[[list[int], Random], list[int]]
 """From a prompt's ids and a source of randomness that its seed sets, to the ids of an answer."""
+FIRST = Version(0, 0)
+T = TypeVar("T")
 
 
 class FakeEngine:
     """Has the interface of inference.client.Engine. A token is labelled with the version held at its time."""
 
-    def __init__(self, answer: Answer, *, token_delay: float = 0.0, update_delay: float = 0.0) -> None:
+    def __init__(
+        self,
+        answer: Answer,
+        *,
+        token_delay: float = 0.0,
+        update_delay: float = 0.0,
+        url: str = "http://fake",
+    ) -> None:
         self.answer, self.token_delay, self.update_delay = answer, token_delay, update_delay
-        self.held = Version(0, 0)
+        self.url = url
+        self.held: Version | None = FIRST
+        """None: weights of no version, as an update that was broken off leaves them."""
         self.updates: list[tuple[Version, str]] = []
         self.requests: list[dict] = []
         """What was asked of it, in order."""
@@ -27,8 +39,34 @@ class FakeEngine:
         """Called with each request; may raise."""
         self.fault_of_update: Callable[[Version], None] = lambda version: None
         self.closed = False
+        self._dead = asyncio.Event()
+        self._going = asyncio.Event()
+        self._going.set()
+
+    def die(self) -> None:
+        """Connections break, and nobody listens any more."""
+        self._dead.set()
+
+    def come_back(self) -> None:
+        """A new process at the same address, with its first weights."""
+        self.held = FIRST
+        self._dead = asyncio.Event()
+        self._going.set()
+
+    def hang(self) -> None:
+        """Stand still, as by SIGSTOP: connections are taken, and no answer comes."""
+        self._going.clear()
+
+    def go_on(self) -> None:
+        self._going.set()
 
     async def wait_ready(self, timeout: float) -> None:
+        try:
+            async with asyncio.timeout(timeout):
+                while self._dead.is_set() or not self._going.is_set():  # noqa: ASYNC110 (as a client does)
+                    await asyncio.sleep(0.01)
+        except TimeoutError:
+            raise EngineError(f"engine {self.url} was not ready within {timeout:g} s") from None
         await asyncio.sleep(0)
 
     async def generate(
@@ -53,43 +91,87 @@ class FakeEngine:
         }
         assert request_id not in {earlier["id"] for earlier in self.requests}, "a request id is used twice"
         self.requests.append(request)
-        self.fault(request)
-        rng = Random(seed if temperature else 0)
-        answer = self.answer(list(tokens), rng)[:max_tokens]
-        spans: list[Span] = []
-        self.running += 1
-        try:
-            for position in range(len(answer)):
-                await asyncio.sleep(self.token_delay)
-                if spans and spans[-1].version == self.held:
-                    spans[-1] = Span(spans[-1].start, position + 1, self.held)
-                else:
-                    spans.append(Span(position, position + 1, self.held))
-        finally:
-            self.running -= 1
-        logprobs = [-rng.random() for _ in answer]
-        return Generation(
-            tokens=answer,
-            logprobs=logprobs,
-            spans=spans,
-            finish_reason="stop" if answer[-1] in stop_token_ids else "length",
-            cached=0,
-        )
+        return await self._asked("POST /inference/v1/generate", 3600, self._sample(request, stop_token_ids))
 
-    async def version(self) -> Version:
-        return self.held
+    async def version(self, within: float = 60.0) -> Version:
+        return await self._asked("GET /weight_info", within, self._label())
+
+    async def settle(self) -> Version | None:
+        try:
+            return await self.version()
+        except EngineLost:
+            raise
+        except EngineError:
+            return None
 
     async def update(self, version: Version, source: str, kv: str, timeout: float) -> UpdateTimes:
-        await asyncio.sleep(self.update_delay)
-        self.fault_of_update(version)
-        self.held = version
-        self.updates.append((version, source))
+        await self._asked("POST /update_weights", timeout, self._load(version, source))
         return UpdateTimes(pause=0.0, load=self.update_delay, total=self.update_delay)
 
     async def close(self) -> None:
         self.closed = True
 
+    async def _sample(self, request: dict, stop: Sequence[int]) -> Generation:
+        self.fault(request)
+        rng = Random(request["seed"] if request["temperature"] else 0)
+        answer = self.answer(list(request["tokens"]), rng)[: request["max_tokens"]]
+        spans: list[Span] = []
+        self.running += 1
+        try:
+            for position in range(len(answer)):
+                await asyncio.sleep(self.token_delay)
+                await self._going.wait()
+                held = await self._label()
+                if spans and spans[-1].version == held:
+                    spans[-1] = Span(spans[-1].start, position + 1, held)
+                else:
+                    spans.append(Span(position, position + 1, held))
+        finally:
+            self.running -= 1
+        return Generation(
+            tokens=answer,
+            logprobs=[-rng.random() for _ in answer],
+            spans=spans,
+            finish_reason="stop" if answer[-1] in stop else "length",
+            cached=0,
+        )
+
+    async def _label(self) -> Version:
+        if self.held is None:
+            raise EngineError(f"engine {self.url}: its weights are of no version")
+        return self.held
+
+    async def _load(self, version: Version, source: str) -> None:
+        await asyncio.sleep(self.update_delay)
+        self.fault_of_update(version)
+        await self._going.wait()
+        self.held = version
+        self.updates.append((version, source))
+
+    async def _asked(self, operation: str, limit: float, work: Coroutine[Any, Any, T]) -> T:
+        """What ``work`` gives, unless the engine dies meanwhile or is silent for ``limit`` seconds."""
+        dying = asyncio.create_task(self._dead.wait())
+        working = asyncio.create_task(self._when_going(work))
+        try:
+            await asyncio.wait([dying, working], timeout=limit, return_when=asyncio.FIRST_COMPLETED)
+            if dying.done():
+                raise EngineLost(f"engine {self.url}: {operation} failed: connection refused")
+            if not working.done():
+                raise EngineLost(f"engine {self.url}: {operation} got no answer in {limit:g} s")
+            return working.result()
+        finally:
+            dying.cancel()
+            working.cancel()
+            await asyncio.gather(dying, working, return_exceptions=True)
+
+    async def _when_going(self, work: Coroutine[Any, Any, T]) -> T:
+        try:
+            await self._going.wait()
+            return await work
+        finally:
+            work.close()
+
 
 def refuse(request: dict) -> None:
-    """A fault: the engine cannot be reached."""
-    raise EngineError("engine http://fake: POST /inference/v1/generate failed: connection refused")
+    """A fault: the engine refuses a request."""
+    raise EngineError("engine http://fake: POST /inference/v1/generate answered 500: connection refused")

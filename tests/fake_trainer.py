@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.run import RunFolder
-from stackrl.runtime.transport.batches import BatchClient, TransportError
-from stackrl.runtime.transport.messages import Batch, End, Version
+from stackrl.runtime.transport.batch_client import BatchClient
+from stackrl.runtime.transport.batches import TransportError
+from stackrl.runtime.transport.messages import Batch, End, Hello, Logprobs, Version
 
 SOURCE = "http://weights.invalid"
 
 
 class FakeTrainer:
-    """All ranks, each in a thread. Use as a context; leaving it ends them."""
+    """All ranks, each in a thread. Use as a context; leaving it ends them.
+
+    It stays what it is when the orchestrator dies, and says hello to the next one. Its checkpoints hold the
+    documents that it has trained on, so that those of a lineage can be told.
+    """
 
     def __init__(
         self,
@@ -31,13 +40,18 @@ class FakeTrainer:
         self._run, self._token, self._ranks = run, token, ranks
         self._stop_at, self._step_delay, self._save_delay = stop_at, step_delay, save_delay
         self._stack = run.stack()
+        self._incarnation = run.state().incarnation
         self._supervised = sum(s.steps for s in self._stack.stages if s.type == "supervised")
-        found = checkpoints.newest(run.checkpoints(self._stack))
+        found = run.restore()
         self.start = checkpoints.index_of(found) if found else 0
         self.batches: dict[int, dict[int, Batch]] = defaultdict(dict)
         """Batches by optimizer step and rank."""
-        self.ended: list[str] = []
+        self.trained: dict[str, list[list[str]]] = _trained_by(found)
+        """Optimizer step → the documents of each time that it was taken, in the lineage of this trainer."""
+        self.ended: list[End] = []
         self.errors: list[Exception] = []
+        self.metrics = {"loss": 0.5, "gradient_norm": 1.0, "weights_finite": 1.0, "tokens_packed": 10.0}
+        self._saved = -1
         self._leave = threading.Event()
         self._meeting = threading.Barrier(ranks)
         self._threads = [threading.Thread(target=self._guard, args=(rank,)) for rank in range(ranks)]
@@ -60,52 +74,117 @@ class FakeTrainer:
 
     def _guard(self, rank: int) -> None:
         try:
-            self._work(rank)
+            _Rank(self, rank).work()
         except threading.BrokenBarrierError:
             pass
         except Exception as error:
             self.errors.append(error)
 
-    def _work(self, rank: int) -> None:
-        incarnation = self._run.state().incarnation
-        index, step = self.start, max(0, self.start - self._supervised)
-        with BatchClient(self._run.endpoints().orchestrator, self._token, rank, self._ranks) as client:
-            version = Version(incarnation, step)
-            weights = SOURCE if rank == 0 else ""
-            client.hello(incarnation=incarnation, index=index, version=version, weights=weights, timeout=20)
-            while True:
-                if self._stop_at is not None and index >= self._stop_at:
-                    return
-                batch = self._fetch(client, index)
-                if batch is None:
-                    return
-                if isinstance(batch, End):
-                    self.ended.append(batch.reason)
-                    return
-                self.batches[index][rank] = batch
-                index += 1
-                step += index > self._supervised
-                time.sleep(self._step_delay)
-                self._meeting.wait(timeout=60)
-                if rank == 0:
-                    self._acknowledge(client, batch, index, Version(incarnation, step))
 
-    def _fetch(self, client: BatchClient, index: int) -> Batch | End | None:
+class _Rank:
+    def __init__(self, trainer: FakeTrainer, rank: int) -> None:
+        self._trainer, self._rank = trainer, rank
+        index = trainer.start
+        self._position = (index, self._version(index))
+
+    def work(self) -> None:
+        trainer = self._trainer
+        url = trainer._run.endpoints().orchestrator
+        with BatchClient(url, trainer._token, self._greeting) as client:
+            client.hello(timeout=20)
+            while trainer._stop_at is None or self._position[0] < trainer._stop_at:
+                message = self._fetch(client)
+                if isinstance(message, End):
+                    self._end(client, message)
+                if not isinstance(message, Batch):
+                    return
+                self._step(client, message)
+
+    def _step(self, client: BatchClient, batch: Batch) -> None:
+        trainer = self._trainer
+        trainer.batches[batch.index][self._rank] = batch
+        time.sleep(trainer._step_delay)
+        trainer._meeting.wait(timeout=60)
+        index = batch.index + 1
+        if self._rank == 0:
+            ranks = trainer.batches[batch.index].values()
+            documents = [name for b in ranks for micro in b.micro_batches for name in micro.documents]
+            trainer.trained.setdefault(str(batch.index), []).append(sorted(documents))
+        self._position = (index, self._version(index))
+        if self._rank == 0:
+            self._say(client, batch, "applied", metrics=trainer.metrics)
+        if batch.report:
+            self._until_answered(lambda: client.logprobs(_logprobs(batch), timeout=2))
+        if batch.checkpoint and self._rank == 0:
+            self._save(client, batch.step)
+
+    def _end(self, client: BatchClient, end: End) -> None:
+        if end.save and self._rank == 0 and self._trainer._saved != self._position[0]:
+            self._save(client, self._position[1].step)
+        self._trainer.ended.append(end)
+
+    def _save(self, client: BatchClient, step: int) -> None:
+        trainer, index = self._trainer, self._position[0]
+        time.sleep(trainer._save_delay)
+        part = checkpoints.folder(trainer._run.checkpoints(trainer._stack), index) / "trainer"
+        part.mkdir(parents=True, exist_ok=True)
+        (part / "trained.json").write_text(json.dumps(trainer.trained))
+        (part / "progress.json").write_text(f'{{"index": {index}}}')
+        trainer._saved = index
+        said = {"index": index - 1, "step": step, "version": self._position[1]}
+        self._until_answered(lambda: client.ack(**said, state="durable", timeout=2))
+
+    def _say(self, client: BatchClient, batch: Batch, state: str, **more: object) -> None:
+        said = {"index": batch.index, "step": batch.step, "version": self._position[1], "state": state}
+        self._until_answered(lambda: client.ack(**said, **more, timeout=2))
+
+    def _fetch(self, client: BatchClient) -> Batch | End | None:
         """None when told to go away."""
-        while not self._leave.is_set():
+        return self._until_answered(lambda: client.fetch(self._position[0], silence=0.5))
+
+    def _until_answered(self, ask):
+        """Ask until there is an answer; None when told to go away meanwhile."""
+        while not self._trainer._leave.is_set():
             try:
-                return client.fetch(index, silence=0.5)
+                return ask()
             except TransportError as error:
                 if "the orchestrator refused" in str(error):
                     raise
         return None
 
-    def _acknowledge(self, client: BatchClient, batch: Batch, index: int, version: Version) -> None:
-        said = {"index": batch.index, "step": batch.step, "version": version, "timeout": 2}
-        client.ack(**said, state="applied", metrics={"loss": 0.5, "tokens_packed": 10.0})
-        if batch.checkpoint:
-            time.sleep(self._save_delay)
-            folder = checkpoints.folder(self._run.checkpoints(self._stack), index) / "trainer"
-            folder.mkdir(parents=True, exist_ok=True)
-            (folder / "progress.json").write_text(f'{{"index": {index}}}')
-            client.ack(**said, state="durable")
+    def _version(self, index: int) -> Version:
+        return Version(self._trainer._incarnation, max(0, index - self._trainer._supervised))
+
+    def _greeting(self) -> Hello:
+        index, version = self._position
+        return Hello(
+            incarnation=version.incarnation,
+            rank=self._rank,
+            ranks=self._trainer._ranks,
+            index=index,
+            version=version,
+            weights="" if self._rank else SOURCE,
+            saved=self._trainer._saved,
+        )
+
+
+def _trained_by(checkpoint: Path | None) -> dict[str, list[list[str]]]:
+    file = checkpoint / "trainer" / "trained.json" if checkpoint else None
+    return json.loads(file.read_bytes()) if file and file.exists() else {}
+
+
+def _logprobs(batch: Batch) -> Logprobs:
+    """Zero for each trained token."""
+    lengths = [
+        int(micro.loss_mask[end - length : end].sum())
+        for micro in batch.micro_batches
+        for end, length in zip(np.cumsum(micro.lengths), micro.lengths, strict=True)
+    ]
+    return Logprobs(
+        incarnation=batch.incarnation,
+        index=batch.index,
+        rank=batch.rank,
+        documents=[name for micro in batch.micro_batches for name in micro.documents],
+        lengths=np.array(lengths, dtype="<i4"),
+        logprobs=np.zeros(sum(lengths), dtype="<f4"),
+    )

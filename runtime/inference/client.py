@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
+import logging
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -25,8 +25,15 @@ CONTROL_TIMEOUT = 60.0
 """Seconds for a call that only passes an order on: resume, label, version."""
 
 
+log = logging.getLogger(__name__)
+
+
 class EngineError(RuntimeError):
     """An engine that did not do what it was asked to. Names the engine and the operation."""
+
+
+class EngineLost(EngineError):
+    """An engine that cannot be reached or gives no answer. It may come back, with its first weights."""
 
 
 @dataclass(frozen=True)
@@ -122,13 +129,27 @@ class Engine:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"engine {self.url}: generate {request_id}: {error}") from error
 
-    async def version(self) -> Version:
-        """The version of the weights that the engine holds. Raises EngineError after a failed update."""
-        answer = await self._call("GET", "/weight_info", None, CONTROL_TIMEOUT)
-        try:
-            return _read_label(answer["weight_version"])
-        except MessageError as error:
-            raise EngineError(f"engine {self.url}: {error}") from error
+    async def version(self, within: float = CONTROL_TIMEOUT) -> Version:
+        """The version of the weights that the engine holds, asked of the process that runs the model.
+
+        Raises EngineError after a failed update, EngineLost without an answer ``within`` seconds.
+        """
+        return self._version_of(await self._label(within))
+
+    async def settle(self) -> Version | None:
+        """Undo what another client has left half done. The version then held, or None: of no version.
+
+        A client that dies in an update leaves the engine paused, maybe within the bracket: with new weights
+        under the old label. So a paused engine loses its label, then its bracket is ended, then it goes on.
+        """
+        async with self._updating:
+            label = await self._label(CONTROL_TIMEOUT)
+            paused = await self._call("GET", "/is_paused", None, CONTROL_TIMEOUT)
+            if paused["is_paused"] or label == BROKEN_LABEL:
+                await self._mark_broken()
+                await self._call("POST", "/resume", None, CONTROL_TIMEOUT)
+                return None
+        return self._version_of(label)
 
     async def update(
         self, version: Version, source: str, kv: Literal["keep", "recompute"], timeout: float
@@ -137,16 +158,11 @@ class Engine:
 
         Running requests stand still meanwhile and go on with the new weights; ``kv`` says whether on the
         keys that the old weights cached or on recomputed ones (docs/weights.md). Raises EngineError: the
-        engine then generates on, but what it samples is refused until an update succeeds.
+        engine then generates on, but what it samples is refused until an update succeeds. Raises EngineLost
+        where it does not answer or ``timeout`` seconds are over: it may then stand still until `settle`.
         """
         async with self._updating:
-            try:
-                async with asyncio.timeout(timeout):
-                    return await self._update(version, source, kv, timeout)
-            except TimeoutError as error:
-                raise EngineError(
-                    f"engine {self.url}: the update to {version} from {source} took over {timeout:g} s"
-                ) from error
+            return await self._update(version, source, kv, timeout)
 
     async def close(self) -> None:
         while self._sessions:
@@ -154,33 +170,55 @@ class Engine:
 
     async def _update(self, version: Version, source: str, kv: str, timeout: float) -> UpdateTimes:
         began = time.monotonic()
+
+        async def step(path: str, body: dict[str, Any] | None = None) -> None:
+            await self._call("POST", path, body, max(0.001, began + timeout - time.monotonic()))
+
         try:
-            clear = "true" if kv == "recompute" else "false"
-            await self._call("POST", f"/pause?mode=keep&clear_cache={clear}", None, timeout)
+            await step(f"/pause?mode=keep&clear_cache={'true' if kv == 'recompute' else 'false'}")
             paused = time.monotonic()
             try:
-                await self._call("POST", "/start_weight_update", None, timeout)
+                await step("/start_weight_update")
                 update = {"source": source, "version": str(version), "timeout": timeout}
-                await self._call("POST", "/update_weights", {"update_info": update}, timeout)
-                await self._call("POST", "/finish_weight_update", {"weight_version": str(version)}, timeout)
+                await step("/update_weights", {"update_info": update})
+                await step("/finish_weight_update", {"weight_version": str(version)})
+            except EngineLost:
+                raise
             except BaseException:
                 await asyncio.shield(self._mark_broken())
                 raise
             loaded = time.monotonic()
-        finally:
+        except EngineLost:  # nobody would answer; what is left open is settled when somebody does
+            raise
+        except BaseException:
             await asyncio.shield(self._call("POST", "/resume", None, CONTROL_TIMEOUT))
+            raise
+        await self._call("POST", "/resume", None, CONTROL_TIMEOUT)
         return UpdateTimes(pause=paused - began, load=loaded - paused, total=time.monotonic() - began)
 
     async def _mark_broken(self) -> None:
-        """End a bracket that may still be open, and take the engine's label away."""
-        with contextlib.suppress(EngineError):  # the worker that failed has ended its bracket already
-            await self._call("POST", "/finish_weight_update", {}, CONTROL_TIMEOUT)
+        """Take the engine's label away, and end a bracket that may still be open."""
         await self._call("POST", "/update_weight_version", {"new_version": BROKEN_LABEL}, CONTROL_TIMEOUT)
+        try:
+            await self._call("POST", "/finish_weight_update", {}, CONTROL_TIMEOUT)
+        except EngineLost:
+            raise
+        except EngineError as error:  # none was open, or the worker that failed has ended it
+            log.debug("%s", error)
+
+    async def _label(self, within: float) -> str:
+        return (await self._call("GET", "/weight_info", None, within))["weight_version"]
+
+    def _version_of(self, label: str) -> Version:
+        try:
+            return _read_label(label)
+        except MessageError as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
 
     async def _call(
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, keep_alive: bool = False
     ) -> Any:
-        """The JSON that a route answers. Raises EngineError on anything but success."""
+        """The JSON that a route answers. Raises EngineLost without an answer, EngineError on a refusal."""
         operation = f"engine {self.url}: {method} {path.partition('?')[0]}"
         try:
             async with self._session(keep_alive).request(
@@ -188,9 +226,10 @@ class Engine:
             ) as response:
                 text = await response.text()
         except TimeoutError as error:
-            raise EngineError(f"{operation} got no answer in {timeout:g} s") from error
+            raise EngineLost(f"{operation} got no answer in {timeout:.4g} s") from error
         except aiohttp.ClientError as error:
-            raise EngineError(f"{operation} failed: {error}; see the engine's log") from error
+            reason = str(error) or type(error).__name__
+            raise EngineLost(f"{operation} failed: {reason}; see the engine's log") from error
         if response.status != 200:
             raise EngineError(f"{operation} answered {response.status}: {_reason(text)}")
         try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -9,7 +10,8 @@ import time
 from pathlib import Path
 from typing import Any, Protocol
 
-from stackrl.runtime.run import RunFolder, open_private
+from stackrl.runtime.run import TOKEN_VARIABLE, RunFolder, open_private
+from stackrl.runtime.transport.auth import blotted
 from stackrl.schemas.stack import Stack
 
 
@@ -27,14 +29,26 @@ class JsonLines:
     """A file of JSON objects, one a line, each written whole before the call returns. Mode 600."""
 
     def __init__(self, path: Path) -> None:
-        self._file = open(path, "a", encoding="utf-8", opener=open_private)  # noqa: SIM115 (see close)
+        # without a buffer, nothing is left of a line that a full disk has refused
+        self._file = open(path, "ab", buffering=0, opener=open_private)  # noqa: SIM115 (see close)
+        self._path = path
+        if _is_torn(path):
+            self._write(b"\n")
 
     def log(self, record: dict[str, Any]) -> None:
-        self._file.write(json.dumps(_finite(record), allow_nan=False) + "\n")
-        self._file.flush()
+        """Raises OSError with the file's name where the disk refuses."""
+        self._write(json.dumps(_finite(record), allow_nan=False).encode() + b"\n")
 
     def close(self, *, failed: bool = False) -> None:
         self._file.close()
+
+    def _write(self, line: bytes) -> None:
+        try:
+            written = self._file.write(line)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+        if written != len(line):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self._path))
 
 
 class Sink:
@@ -45,13 +59,13 @@ class Sink:
 
     def log(self, record: dict[str, Any]) -> None:
         """One optimizer step; ``record["index"]`` is its place on the x axis. `time` is added."""
-        record = {"time": time.time(), **record}
+        record = _without_token({"time": time.time(), **record})
         for destination in (self._metrics, *self._others):
             destination.log(record)
 
     def event(self, name: str, **fields: Any) -> None:
         """Something that happened between steps: a stage, an update of weights, a checkpoint."""
-        record = {"time": time.time(), "event": name, **fields}
+        record = _without_token({"time": time.time(), "event": name, **fields})
         self._events.log(record)
         for destination in self._others:
             destination.event(record)
@@ -87,3 +101,19 @@ def _finite(record: dict[str, Any]) -> dict[str, Any]:
         key: None if isinstance(value, float) and not math.isfinite(value) else value
         for key, value in record.items()
     }
+
+
+def _without_token(record: dict[str, Any]) -> dict[str, Any]:
+    """Events hold what others say, errors of servers and of environments; the run's token goes nowhere."""
+    token = os.environ.get(TOKEN_VARIABLE, "")
+    text = json.dumps(record)
+    return json.loads(blotted(text, token)) if token and token in text else record
+
+
+def _is_torn(path: Path) -> bool:
+    """Whether a process that was killed, or a full disk, left the last line of the file without its end."""
+    with open(path, "rb") as file:
+        if not file.seek(0, os.SEEK_END):
+            return False
+        file.seek(-1, os.SEEK_END)
+        return file.read() != b"\n"

@@ -44,6 +44,10 @@ class Admission:
     def admit(self, group: int) -> None:
         self.waiting[group] = self.step + self.max_staleness
 
+    def take_up(self, group: int, admitted: int) -> None:
+        """A group that was admitted at step ``admitted``, before the orchestrator was started again."""
+        self.waiting[group] = admitted + self.max_staleness
+
     def drop(self, group: int) -> None:
         """The group failed, has no signal or is too old; another may take its place."""
         del self.waiting[group]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,6 +10,9 @@ import numpy as np
 
 from stackrl.runtime.orchestrator.packing import Cost, pack
 from stackrl.runtime.transport.messages import Batch, MicroBatch, Sample
+
+DEMONSTRATION = "demonstration"
+"""The name of every document that no rollout made."""
 
 
 @dataclass(frozen=True)
@@ -22,6 +26,7 @@ class Place:
     stage_step: int
     checkpoint: bool
     last_of_stage: bool
+    report: bool = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +42,7 @@ def build(samples: Sequence[Sample], place: Place, layout: Layout) -> list[Batch
     """One batch per rank. Raises ValueError for a sample longer than a micro-batch."""
     dealt = pack([len(sample.tokens) for sample in samples], layout.capacity, layout.ranks, layout.cost)
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
+    names = document_names(samples)
     return [
         Batch(
             incarnation=place.incarnation,
@@ -50,14 +56,29 @@ def build(samples: Sequence[Sample], place: Place, layout: Layout) -> list[Batch
             sequences=len(samples),
             checkpoint=place.checkpoint,
             last_of_stage=place.last_of_stage,
-            micro_batches=[micro_batch([samples[i] for i in content]) for content in contents],
+            micro_batches=[
+                micro_batch([samples[i] for i in content], [names[i] for i in content])
+                for content in contents
+            ],
+            report=place.report,
         )
         for rank, contents in enumerate(dealt)
     ]
 
 
-def micro_batch(samples: Sequence[Sample]) -> MicroBatch:
-    """The samples back to back; none make an empty micro-batch."""
+def document_names(samples: Sequence[Sample]) -> list[str]:
+    """A name for each: its rollout's, numbered from the second sample of the same rollout on."""
+    seen: Counter[str] = Counter()
+    names = []
+    for sample in samples:
+        rollout = sample.rollout if sample.spans else DEMONSTRATION
+        names.append(f"{rollout}/{seen[rollout]}" if sample.spans and seen[rollout] else rollout)
+        seen[rollout] += 1
+    return names
+
+
+def micro_batch(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
+    """The samples back to back, called ``names``; none make an empty micro-batch."""
     return MicroBatch(
         tokens=_concatenated([s.tokens for s in samples], "<i4"),
         lengths=np.array([len(s.tokens) for s in samples], dtype="<i4"),
@@ -65,6 +86,7 @@ def micro_batch(samples: Sequence[Sample]) -> MicroBatch:
         logprobs=_concatenated([s.logprobs for s in samples], "<f4"),
         advantages=np.array([s.advantage for s in samples], dtype="<f4"),
         temperatures=np.array([s.temperature for s in samples], dtype="<f4"),
+        documents=list(names),
     )
 
 

@@ -4,141 +4,141 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import logging
+import secrets
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
-from typing import TYPE_CHECKING
 
+from stackrl.runtime.inference.client import Engine, Generation
+from stackrl.runtime.orchestrator.engine_life import RETRY_AFTER, EngineLife, Report, Status, Wanted
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.transport.messages import Version
 from stackrl.schemas.inference import Weights
 
-if TYPE_CHECKING:
-    from stackrl.runtime.inference.client import Engine, Generation
+ENGINE_LIMIT = 1800.0
+"""Seconds within which an engine serves after its start, and after its death."""
 
-RETRY_AFTER = 2.0
-"""Seconds between an update that failed and its repetition."""
-
-log = logging.getLogger(__name__)
-
-Generate = Callable[..., Awaitable["Generation"]]
+Generate = Callable[..., Awaitable[Generation]]
 """One engine, for one rollout: see Engines._generate."""
-OnUpdate = Callable[[Version, float], None]
-"""Called with the version that all engines hold now and the seconds that it took."""
 
 
 class Engines:
-    """All engines, always on one version but for the time of an update.
+    """All engines. Those that serve hold the newest version that was aimed at; the others come to it.
 
-    A group's rollouts go to one engine, which caches their prompt once. ``requests`` rollouts run on an
-    engine at once; the others wait their turn here, so that their time limit does not run meanwhile.
+    A group's rollouts go to one engine, which caches their prompt once; while that one is away they go to
+    another. ``requests`` rollouts run on an engine at once; the others wait their turn here, so that their
+    time limit does not run meanwhile.
     """
 
-    def __init__(self, engines: Sequence[Engine], requests: int, weights: Weights) -> None:
-        self._engines, self._weights = list(engines), weights
-        self._slots = [asyncio.Semaphore(requests) for _ in engines]
-        self._target: tuple[Version, str] | None = None
-        self._aimed = asyncio.Event()
-        self._steady = asyncio.Event()
-        self._updated = asyncio.Condition()
-        self._listeners: list[OnUpdate] = []
-        self._requests = itertools.count()
+    def __init__(
+        self, engines: Sequence[Engine], requests: int, weights: Weights, *, silence: float = 60.0
+    ) -> None:
+        """``silence``: seconds without an answer after which an engine is lost."""
+        self._weights = weights
+        self._news = asyncio.Event()
+        """Set, and replaced, when the status of an engine changes."""
+        self._listeners: list[Callable[[], None]] = []
+        self._lives = [EngineLife(engine, requests, weights, silence, self._changed) for engine in engines]
+        self._wanted: Wanted | None = None
+        self._report: Report = lambda name, **fields: None
+        self._announced = Version(0, 0)
+        self._started = False
+        self._requests = map("{}-{}".format, itertools.repeat(secrets.token_hex(3)), itertools.count())
+        """Ends of request ids: an engine may still know those of an orchestrator that died."""
         self.version = Version(0, 0)
-        """What all engines hold."""
+        """What all engines hold that serve."""
         self.generated = 0
         """Tokens sampled so far."""
         self.busy = BusyTime()
 
     @property
     def update_limit(self) -> float:
-        """Seconds that an update may take, its repetition included."""
+        """Seconds that an update of a living engine may take, its repetition included."""
         return 2 * self._weights.timeout + RETRY_AFTER
-
-    async def ready(self, within: float) -> None:
-        """Wait until every engine serves. Raises EngineError naming the one that does not."""
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self._engines:
-                tasks.create_task(engine.wait_ready(within))
-        self._steady.set()
 
     @property
     def serving_now(self) -> bool:
-        """Whether requests are taken: engines have started and no update is under way."""
-        return self._steady.is_set()
+        """Whether requests are taken: an engine has started and is not being updated."""
+        return any(life.status == Status.SERVING for life in self._lives)
+
+    async def serve(self, report: Report, within: float = ENGINE_LIMIT) -> None:
+        """Wait for the engines, keep them on the newest version, bring back those that die; for ever.
+
+        ``report`` takes the events engines_ready, weights_updated, engine_lost and engine_back. Raises
+        EngineError, within a group, naming an engine that stays away for ``within`` seconds, or that lives
+        but fails to update twice.
+        """
+        self._report = report
+        async with asyncio.TaskGroup() as tasks:
+            for life in self._lives:
+                tasks.create_task(life.live(report, within))
 
     def aim(self, version: Version, source: str) -> None:
         """Bring the engines to ``version``, which ``source`` serves; a newer aim replaces an older one."""
-        if version > self.version and (self._target is None or version > self._target[0]):
-            self._target = (version, source)
-            self._aimed.set()
+        if self._wanted is None or version > self._wanted.version:
+            self._wanted = Wanted(version, source)
+            for life in self._lives:
+                life.want(self._wanted)
 
-    def on_update(self, listener: OnUpdate) -> Callable[[], None]:
-        """Call ``listener`` after each update, until the returned function is called."""
+    def on_change(self, listener: Callable[[], None]) -> Callable[[], None]:
+        """Call ``listener`` when an engine begins or ceases to serve; the returned function ends that."""
         self._listeners.append(listener)
         return lambda: self._listeners.remove(listener)
 
-    async def keep_current(self) -> None:
-        """Update whenever there is something newer; runs for ever.
-
-        An update that fails is repeated once, unless there is something newer still. Raises EngineError where
-        that fails too.
-        """
-        failed: Version | None = None
-        while True:
-            await self._aimed.wait()
-            self._aimed.clear()
-            version, source = self._target
-            self._steady.clear()
-            began = time.monotonic()
-            try:
-                await self._update(version, source)
-            except Exception:
-                if version == failed == self._target[0]:
-                    raise
-                log.warning("the update to %s failed; another try follows", version, exc_info=True)
-                failed = version
-                await asyncio.sleep(RETRY_AFTER)
-                self._aimed.set()
-                continue
-            self.version = version
-            self._steady.set()
-            async with self._updated:
-                self._updated.notify_all()
-            for listener in self._listeners:
-                listener(version, time.monotonic() - began)
-
     async def holding(self, version: Version, within: float) -> None:
-        """Wait until all engines hold ``version`` or newer.
+        """Wait until an engine serves, and all that serve hold ``version`` or newer.
 
         Raises OrchestratorError after ``within`` seconds.
         """
         try:
-            async with asyncio.timeout(within), self._updated:
-                await self._updated.wait_for(lambda: self.version >= version)
+            async with asyncio.timeout(within):
+                while not (self.serving_now and self.version >= version):
+                    await self._change()
         except TimeoutError:
             raise OrchestratorError(
-                f"the engines hold {self.version} and did not get {version} within {within:.0f} s; "
-                "see the logs of the trainer and the engines"
+                f"the engines hold {self.version} and did not get {version} within {within:.0f} s "
+                f"({self.states()}); see the logs of the trainer and the engines"
             ) from None
 
     @asynccontextmanager
     async def serving(self, group: int) -> AsyncIterator[Generate]:
-        """A place on the group's engine, for one rollout."""
-        place = group % len(self._engines)
-        async with self._slots[place]:
-            yield partial(self._generate, self._engines[place])
+        """A place on an engine, the group's own if it lives, for one rollout.
 
-    async def _update(self, version: Version, source: str) -> None:
-        kv, limit = self._weights.kv, self._weights.timeout
-        async with asyncio.TaskGroup() as tasks:
-            for engine in self._engines:
-                tasks.create_task(engine.update(version, source, kv, limit))
+        Raises EngineLost where the rollout has to begin anew because its engine died: also in the place of
+        another error, when the engine is found to be the cause.
+        """
+        while True:
+            life = await self._alive(group)
+            async with life.slots:
+                if not await life.serves():
+                    continue
+                try:
+                    yield partial(self._generate, life)
+                except Exception:
+                    await life.check()
+                    raise
+                return
+
+    def states(self) -> str:
+        """Each engine's address and status, and what is wrong with it, for people."""
+        return ", ".join(
+            f"{life.client.url} {life.status}" + ("" if life.alive else f": {life.reason}")
+            for life in self._lives
+        )
+
+    async def _alive(self, group: int) -> EngineLife:
+        """The group's engine, or the next one that lives. Each engine's own limit bounds the wait."""
+        while True:
+            for place in range(len(self._lives)):
+                life = self._lives[(group + place) % len(self._lives)]
+                if life.alive:
+                    return life
+            await self._change()
 
     async def _generate(
         self,
-        engine: Engine,
+        life: EngineLife,
         tokens: Sequence[int],
         *,
         max_tokens: int,
@@ -148,19 +148,43 @@ class Engines:
         request: str,
     ) -> Generation:
         """Sample an answer. None begins during an update, so that its cache salt names the right version."""
-        await self._steady.wait()
+        await life.serves()
         with self.busy:
-            generation = await engine.generate(
+            generation = await life.generate(
                 tokens,
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=seed,
-                salt=str(self.version),
                 stop_token_ids=[stop],
                 request_id=f"{request}-{next(self._requests)}",
             )
         self.generated += len(generation.tokens)
         return generation
+
+    async def _change(self) -> None:
+        await self._news.wait()
+
+    def _changed(self) -> None:
+        """An engine's status is another one."""
+        serving = [life for life in self._lives if life.status == Status.SERVING]
+        if serving:
+            self.version = max(self.version, min(life.version for life in serving))
+        self._announce(serving)
+        self._news.set()
+        self._news = asyncio.Event()
+        for listener in self._listeners:
+            listener()
+
+    def _announce(self, serving: Sequence[EngineLife]) -> None:
+        """Tell of a version that all living engines hold, and once of the start."""
+        statuses = {life.status for life in self._lives}
+        if not self._started and Status.STARTING not in statuses:
+            self._started = True
+            self._report("engines_ready")
+        if Status.UPDATING not in statuses and self.version > self._announced:
+            self._announced = self.version
+            if seconds := max((life.update_seconds for life in serving), default=0.0):
+                self._report("weights_updated", version=str(self.version), seconds=seconds)
 
 
 class BusyTime:

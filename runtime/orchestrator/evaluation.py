@@ -11,7 +11,8 @@ from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import Rollout
-from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out
+from stackrl.runtime.orchestrator.progress import Progress
+from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out_somewhere
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.schemas.environments import Environment
@@ -20,7 +21,12 @@ PROMPTS = 256
 
 
 async def evaluate(
-    environments: Sequence[Environment], seed: int, chat: Chat, engines: Engines, limits: Limits
+    environments: Sequence[Environment],
+    seed: int,
+    chat: Chat,
+    engines: Engines,
+    limits: Limits,
+    progress: Progress,
 ) -> dict[str, float]:
     """Reward and exact match at the stage's temperature and greedily, over the same prompts.
 
@@ -29,8 +35,9 @@ async def evaluate(
     Failed rollouts are left out and counted. Raises OrchestratorError where all of one kind failed.
     """
     mix = Mix(environments, Seeds(seed).branch("evaluation"))
-    sampled = await _roll_out_all(mix, chat, engines, limits)
-    greedy = await _roll_out_all(mix, chat, engines, replace(limits, temperature=0.0))
+    progress.doing(f"waiting for rollouts of an evaluation of {', '.join(e.name for e in environments)}")
+    sampled = await _roll_out_all(mix, chat, engines, limits, progress)
+    greedy = await _roll_out_all(mix, chat, engines, replace(limits, temperature=0.0), progress)
     return {
         "reward": fmean(rollout.reward for rollout in sampled),
         "exact": fmean(rollout.metrics.get("solved", 0.0) for rollout in sampled),
@@ -41,9 +48,11 @@ async def evaluate(
     }
 
 
-async def _roll_out_all(mix: Mix, chat: Chat, engines: Engines, limits: Limits) -> list[Rollout]:
+async def _roll_out_all(
+    mix: Mix, chat: Chat, engines: Engines, limits: Limits, progress: Progress
+) -> list[Rollout]:
     results = await asyncio.gather(
-        *(_roll_out_one(mix, number, chat, engines, limits) for number in range(PROMPTS))
+        *(_roll_out_one(mix, number, chat, engines, limits, progress) for number in range(PROMPTS))
     )
     finished = [result for result in results if isinstance(result, Rollout)]
     if not finished:
@@ -54,12 +63,13 @@ async def _roll_out_all(mix: Mix, chat: Chat, engines: Engines, limits: Limits) 
 
 
 async def _roll_out_one(
-    mix: Mix, number: int, chat: Chat, engines: Engines, limits: Limits
+    mix: Mix, number: int, chat: Chat, engines: Engines, limits: Limits, progress: Progress
 ) -> Rollout | RolloutError:
     draw = mix.draw(number)
     what = Assignment(number, 0, draw.name, draw.environment, draw.task, draw.seeds.branch("sample", 0))
-    async with engines.serving(number) as generate:
-        try:
-            return await roll_out(what, chat, generate, limits)
-        except RolloutError as error:
-            return error
+    try:
+        rollout = await roll_out_somewhere(what, chat, engines, limits)
+    except RolloutError as error:
+        return error
+    progress.rollout_finished()
+    return rollout

@@ -92,3 +92,8 @@ class FinishedGroup:
             rewards=self.rewards,
             samples=samples,
         )
+
+
+def training_samples(groups: Sequence[FinishedGroup], settings: Advantage) -> list[Sample]:
+    """What ``groups`` teach, in their order: by id, and within each by number, in every life of a batch."""
+    return [sample for group in groups for sample in group.message(settings).samples]

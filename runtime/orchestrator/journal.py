@@ -4,49 +4,41 @@
 
 The journal is a SQLite database (WAL) in ``journal/journal.sqlite``; the arrays of a finished rollout lie in
 a file of their own in ``journal/rollouts/`` until a checkpoint has made it durable. A snapshot of the
-database goes into every checkpoint. A start takes the snapshot of the newest checkpoint as its journal, or
-an empty one: what came after the cut is planned anew, which gives the same groups, prompts and seeds.
+database goes into every checkpoint.
+
+The journal says of which incarnation it is. Opened by the same one, it is simply gone on with: only the
+orchestrator was restarted. Opened by another one it becomes a copy of the checkpoint's snapshot, or empty:
+what came after the cut is planned anew, which gives the same groups, prompts and seeds.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
-from collections.abc import Iterable, Sequence
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Any
 
+from stackrl.runtime.orchestrator import rollback
 from stackrl.runtime.orchestrator.batching import Place
-from stackrl.runtime.orchestrator.groups import Plan, Rollout, rollout_id
+from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, rollout_id
 from stackrl.runtime.transport.messages import MessageError, decode, encode
 
-_SCHEMA = """
-CREATE TABLE groups (
-    id INTEGER PRIMARY KEY, stage TEXT NOT NULL, number INTEGER NOT NULL, environment TEXT NOT NULL,
-    admitted INTEGER NOT NULL, size INTEGER NOT NULL, UNIQUE (stage, number)
-);
-CREATE TABLE rollouts (
-    group_id INTEGER NOT NULL REFERENCES groups, number INTEGER NOT NULL,
-    state TEXT NOT NULL DEFAULT 'planned'
-        CHECK (state IN ('planned', 'finished', 'batched', 'applied', 'durable', 'dropped')),
-    batch INTEGER REFERENCES batches, reward REAL, sampled INTEGER, reason TEXT,
-    PRIMARY KEY (group_id, number)
-) WITHOUT ROWID;
-CREATE INDEX rollouts_by_state ON rollouts (state);
-CREATE INDEX rollouts_by_batch ON rollouts (batch);
-CREATE TABLE batches (
-    id INTEGER PRIMARY KEY, step INTEGER NOT NULL, stage TEXT NOT NULL, stage_step INTEGER NOT NULL,
-    kind TEXT NOT NULL, state TEXT NOT NULL DEFAULT 'batched'
-);
-"""
+_NAME = "journal.sqlite"
+_KEPT = ("finished", "batched", "applied")
+"""States of rollouts whose arrays may be needed again."""
 
 log = logging.getLogger(__name__)
 
 
-class JournalError(Exception):
-    """Something was to happen to a rollout or a batch that its state does not allow."""
+class JournalError(OrchestratorError):
+    """Something was to happen to a rollout or a batch that its state does not allow, or the disk refused."""
 
 
 @dataclass(frozen=True)
@@ -67,31 +59,51 @@ class OpenGroup:
     planned: Sequence[int]
 
 
-class Journal:
-    """Opens ``folder``'s journal as a copy of ``snapshot``, or empty. What was there before is replaced."""
+@dataclass(frozen=True)
+class SealedBatch:
+    """A batch as it was sealed. ``record``: the metrics that were known then."""
 
-    def __init__(self, folder: Path, snapshot: Path | None = None) -> None:
+    index: int
+    step: int
+    stage: str
+    stage_step: int
+    kind: str
+    record: dict[str, Any]
+    groups: Sequence[FinishedGroup]
+    """By id, their rollouts by number: the order in which every batch is built."""
+
+
+def is_of(folder: Path, incarnation: int) -> bool:
+    """Whether ``folder``'s journal is gone on with by this incarnation: its orchestrator was restarted.
+
+    Raises JournalError where the disk refuses.
+    """
+    with _disk(folder / _NAME, "be opened"):
+        return rollback.incarnation_of(folder / _NAME) == incarnation
+
+
+class Journal:
+    """The journal in ``folder``, opened by ``incarnation``, which starts from ``snapshot`` or empty."""
+
+    def __init__(self, folder: Path, incarnation: int, snapshot: Path | None = None) -> None:
         self._arrays = folder / "rollouts"
-        self._arrays.mkdir(parents=True, exist_ok=True, mode=0o700)
-        database = folder / "journal.sqlite"
-        for suffix in ("", "-wal", "-shm"):
-            database.with_name(database.name + suffix).unlink(missing_ok=True)
-        os.close(os.open(database, os.O_CREAT | os.O_EXCL, 0o600))
-        self._db = sqlite3.connect(database)
-        self._db.execute("PRAGMA journal_mode = WAL")
-        self._db.execute("PRAGMA synchronous = NORMAL")
-        if snapshot is None:
-            self._db.executescript(_SCHEMA)
-        else:
-            self._restore(snapshot)
-        self._delete_arrays_except("finished")
+        self._file = folder / _NAME
+        with self._disk("be opened"):
+            self._arrays.mkdir(parents=True, exist_ok=True, mode=0o700)
+            if not is_of(folder, incarnation):
+                rollback.replace(self._file, snapshot, incarnation)
+            self._db = sqlite3.connect(self._file)
+            self._db.execute("PRAGMA journal_mode = WAL")
+            self._db.execute("PRAGMA synchronous = FULL")
+            self._plan_again_what_is_unreadable()
+            self._delete_arrays_except(_KEPT)
 
     def close(self) -> None:
         self._db.close()
 
     def plan(self, group: Plan) -> None:
         """A new group, all of its rollouts planned."""
-        with self._db:
+        with self._writing(f"plan group {group.id}"):
             self._db.execute("INSERT INTO groups VALUES (?, ?, ?, ?, ?, ?)", astuple(group))
             self._db.executemany(
                 "INSERT INTO rollouts (group_id, number) VALUES (?, ?)",
@@ -102,27 +114,30 @@ class Journal:
         """A rollout and its arrays. The file is whole before the state says so."""
         path = self._array_file(rollout.id)
         temporary = path.with_suffix(".tmp")
-        temporary.write_bytes(encode(rollout))
-        os.replace(temporary, path)
-        self._move(
-            "state = 'finished', reward = ?, sampled = ?",
-            "state = 'planned' AND group_id = ? AND number = ?",
-            (rollout.reward, rollout.sampled, rollout.group, rollout.number),
-            f"rollout {rollout.id} finished",
-        )
+        with self._writing(f"finish rollout {rollout.id}"):
+            temporary.write_bytes(encode(rollout))
+            os.replace(temporary, path)
+            self._change(
+                "state = 'finished', reward = ?, sampled = ?, finished_at = ?",
+                "state = 'planned' AND group_id = ? AND number = ?",
+                (rollout.reward, rollout.sampled, time.time(), rollout.group, rollout.number),
+                f"rollout {rollout.id} finished",
+            )
 
     def drop_rollout(self, group: int, number: int, reason: str) -> None:
         """A rollout that failed; its group goes on without it."""
-        self._move(
-            "state = 'dropped', reason = ?",
-            "state = 'planned' AND group_id = ? AND number = ?",
-            (reason, group, number),
-            f"rollout {rollout_id(group, number)} dropped",
-        )
+        name = rollout_id(group, number)
+        with self._writing(f"drop rollout {name}"):
+            self._change(
+                "state = 'dropped', reason = ?",
+                "state = 'planned' AND group_id = ? AND number = ?",
+                (reason, group, number),
+                f"rollout {name} dropped",
+            )
 
     def drop_group(self, group: int, reason: str) -> None:
         """What is left of a group that no batch will hold."""
-        with self._db:
+        with self._writing(f"drop group {group}"):
             rows = self._db.execute(
                 "UPDATE rollouts SET state = 'dropped', reason = ? "
                 "WHERE group_id = ? AND state IN ('planned', 'finished') RETURNING number",
@@ -130,12 +145,34 @@ class Journal:
             ).fetchall()
         self._delete_arrays(rollout_id(group, number) for (number,) in rows)
 
-    def seal(self, place: Place, kind: str, groups: Sequence[int]) -> None:
-        """Batch ``place.index`` holds the finished rollouts of ``groups``. ``kind`` is the stage's type."""
-        with self._db:
+    def seal(
+        self,
+        place: Place,
+        kind: str,
+        groups: Sequence[int],
+        *,
+        tokens: int = 0,
+        record: dict[str, Any] | None = None,
+    ) -> None:
+        """Batch ``place.index`` holds the finished rollouts of ``groups``.
+
+        ``kind`` is the stage's type, ``tokens`` how many are trained, ``record`` what is known of the step.
+        """
+        with self._writing(f"seal batch {place.index}"):
             self._db.execute(
-                "INSERT INTO batches (id, step, stage, stage_step, kind) VALUES (?, ?, ?, ?, ?)",
-                (place.index, place.step, place.stage, place.stage_step, kind),
+                "INSERT INTO batches (id, step, stage, stage_step, kind, incarnation, trained_tokens, "
+                "record, sealed_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+                (
+                    place.index,
+                    place.step,
+                    place.stage,
+                    place.stage_step,
+                    kind,
+                    place.incarnation,
+                    tokens,
+                    json.dumps(record or {}),
+                    time.time(),
+                ),
             )
             for group in groups:
                 self._change(
@@ -145,17 +182,30 @@ class Journal:
                     f"group {group} batched",
                 )
 
+    def sealed(self) -> SealedBatch | None:
+        """The batch that was sealed and is not known to be applied."""
+        return self._batch("state = 'batched'", with_groups=True)
+
+    def batch(self, index: int) -> SealedBatch | None:
+        """Batch ``index`` as it was sealed, without its groups."""
+        return self._batch(f"id = {int(index)}", with_groups=False)
+
     def apply(self, index: int) -> None:
         """The trainer stepped on batch ``index``."""
-        with self._db:
+        with self._writing(f"apply batch {index}"):
             self._move_batches("applied", "batched", f"id = {int(index)}")
+            self._db.execute("UPDATE batches SET applied_at = ? WHERE id = ?", (time.time(), index))
             self._db.execute(
                 "UPDATE rollouts SET state = 'applied' WHERE state = 'batched' AND batch = ?", (index,)
             )
 
     def make_durable(self, index: int) -> None:
-        """Batches up to ``index`` are part of a complete checkpoint; their arrays are needed no more."""
-        with self._db:
+        """Batches up to ``index`` are part of a complete checkpoint; their arrays are needed no more.
+
+        Nothing happens where they are known to be."""
+        if self._one("SELECT COUNT(*) FROM batches WHERE id = ? AND state = 'durable'", index):
+            return
+        with self._writing(f"make batch {index} durable"):
             self._move_batches("durable", "applied", f"id <= {int(index)}")
             rows = self._db.execute(
                 "UPDATE rollouts SET state = 'durable' WHERE state = 'applied' AND batch <= ? "
@@ -166,11 +216,12 @@ class Journal:
 
     def snapshot(self, path: Path) -> None:
         """Copy the database to the file ``path``, whatever is being written."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
-        with contextlib.closing(sqlite3.connect(path)) as copy:
-            self._db.backup(copy)
-            copy.execute("PRAGMA journal_mode = DELETE")
+        with self._disk(f"copy it to {path}"):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.unlink(missing_ok=True)
+            with contextlib.closing(sqlite3.connect(path)) as copy:
+                self._db.backup(copy)
+                copy.execute("PRAGMA journal_mode = DELETE")
 
     def position(self) -> Position:
         """Counts the batches that were applied."""
@@ -213,22 +264,39 @@ class Journal:
             planned=[number for number, state in states.items() if state == "planned"],
         )
 
-    def _restore(self, snapshot: Path) -> None:
-        """Take over ``snapshot``; a finished rollout whose arrays are missing or damaged is planned again."""
-        with contextlib.closing(
-            sqlite3.connect(f"{snapshot.resolve().as_uri()}?mode=ro", uri=True)
-        ) as source:
-            source.backup(self._db)
-        self._db.execute("PRAGMA journal_mode = WAL")
+    def _batch(self, which: str, *, with_groups: bool) -> SealedBatch | None:
+        row = self._db.execute(
+            f"SELECT id, step, stage, stage_step, kind, record FROM batches WHERE {which}"
+        ).fetchone()
+        if row is None:
+            return None
+        *facts, record = row
+        return SealedBatch(*facts, json.loads(record), self._groups_of(row[0]) if with_groups else ())
+
+    def _groups_of(self, batch: int) -> list[FinishedGroup]:
+        rows = self._db.execute(
+            "SELECT DISTINCT groups.* FROM groups JOIN rollouts ON groups.id = group_id "
+            "WHERE batch = ? ORDER BY id",
+            (batch,),
+        ).fetchall()
+        return [FinishedGroup(plan, self._rollouts(batch, plan)) for plan in (Plan(*row) for row in rows)]
+
+    def _rollouts(self, batch: int, plan: Plan) -> list[Rollout]:
+        numbers = self._db.execute(
+            "SELECT number FROM rollouts WHERE batch = ? AND group_id = ? ORDER BY number", (batch, plan.id)
+        ).fetchall()
+        with self._disk(f"read the rollouts of group {plan.id}, which batch {batch} holds"):
+            return [self._read(rollout_id(plan.id, number)) for (number,) in numbers]
+
+    def _plan_again_what_is_unreadable(self) -> None:
+        """A finished rollout whose arrays are missing or damaged is done once more."""
+        finished = self._db.execute(
+            "SELECT group_id, number FROM rollouts WHERE state = 'finished'"
+        ).fetchall()
+        lost = [row for row in finished if not self._readable(rollout_id(*row))]
         with self._db:
-            self._db.execute("UPDATE batches SET state = 'durable'")
-            self._db.execute("UPDATE rollouts SET state = 'durable' WHERE state = 'applied'")
-            finished = self._db.execute(
-                "SELECT group_id, number FROM rollouts WHERE state = 'finished'"
-            ).fetchall()
-            lost = [row for row in finished if not self._readable(rollout_id(*row))]
             self._db.executemany(
-                "UPDATE rollouts SET state = 'planned', reward = NULL, sampled = NULL "
+                "UPDATE rollouts SET state = 'planned', reward = NULL, sampled = NULL, finished_at = NULL "
                 "WHERE group_id = ? AND number = ?",
                 lost,
             )
@@ -247,19 +315,26 @@ class Journal:
         return self._arrays / f"{rollout}.msgpack"
 
     def _delete_arrays(self, rollouts: Iterable[str]) -> None:
-        for rollout in rollouts:
-            self._array_file(rollout).unlink(missing_ok=True)
+        with self._disk("delete the arrays of rollouts"):
+            for rollout in rollouts:
+                self._array_file(rollout).unlink(missing_ok=True)
 
-    def _delete_arrays_except(self, state: str) -> None:
-        kept = self._db.execute("SELECT group_id, number FROM rollouts WHERE state = ?", (state,)).fetchall()
+    def _delete_arrays_except(self, states: Sequence[str]) -> None:
+        marks = ", ".join("?" * len(states))
+        kept = self._db.execute(f"SELECT group_id, number FROM rollouts WHERE state IN ({marks})", states)
         keep = {self._array_file(rollout_id(*row)) for row in kept}
         for file in self._arrays.iterdir():
             if file not in keep:
                 file.unlink()
 
-    def _move(self, change: str, condition: str, values: tuple, what: str) -> None:
-        with self._db:
-            self._change(change, condition, values, what)
+    @contextlib.contextmanager
+    def _writing(self, what: str) -> Iterator[None]:
+        """One change of the books: on disk when this is left, or not made at all."""
+        with self._disk(what), self._db:
+            yield
+
+    def _disk(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return _disk(self._file, what)
 
     def _change(self, change: str, condition: str, values: tuple, what: str) -> None:
         if not self._db.execute(f"UPDATE rollouts SET {change} WHERE {condition}", values).rowcount:
@@ -272,3 +347,17 @@ class Journal:
 
     def _one(self, sql: str, *values: object) -> int:
         return self._db.execute(sql, values).fetchone()[0]
+
+
+@contextlib.contextmanager
+def _disk(file: Path, what: str) -> Iterator[None]:
+    """Turn what the disk refuses to do for ``what`` into words."""
+    try:
+        yield
+    except sqlite3.IntegrityError:
+        raise
+    except (sqlite3.Error, OSError, MessageError) as error:
+        raise JournalError(
+            f"the journal {file} could not {what}: {error}; "
+            f"see `df {file.parent}` and `ls -l {file.parent}`: is the disk full or read-only?"
+        ) from error

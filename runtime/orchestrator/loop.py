@@ -6,24 +6,31 @@ import asyncio
 import json
 import logging
 from collections.abc import Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from stackrl.runtime import checkpoints
 from stackrl.runtime.monitor.metrics import Sink, open_sinks
+from stackrl.runtime.monitor.rollouts import RolloutLog
 from stackrl.runtime.orchestrator.batching import Layout
 from stackrl.runtime.orchestrator.chat import Chat
-from stackrl.runtime.orchestrator.engines import Engines
+from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
+from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.evaluation import evaluate
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.packing import causal_cost
+from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.reinforcement import Reinforcement
+from stackrl.runtime.orchestrator.resuming import Start, take_up
 from stackrl.runtime.orchestrator.rollout import Limits
+from stackrl.runtime.orchestrator.saving import Saving
+from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.orchestrator.supervised import run_supervised
-from stackrl.runtime.orchestrator.training import Training
+from stackrl.runtime.orchestrator.training import STEP_LIMIT, Training
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.batches import BatchServer
+from stackrl.runtime.transport.messages import Hello
 from stackrl.schemas.environments import Environment
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, Stage
@@ -33,46 +40,127 @@ if TYPE_CHECKING:
 
 HELLO_LIMIT = 1800.0
 """Seconds within which all ranks of the trainer arrive."""
-ENGINE_LIMIT = 1800.0
-"""Seconds within which all engines serve."""
 
 log = logging.getLogger(__name__)
 
 
-async def orchestrate(run: RunFolder, token: str, clients: Sequence[Engine]) -> None:
-    """Run all stages of ``run`` from where its newest checkpoint stands, with engines ``clients``.
+async def orchestrate(
+    run: RunFolder, token: str, clients: Sequence[Engine], stop: Stop | None = None
+) -> None:
+    """Run all stages of ``run`` from where it stands, with engines ``clients``; less where ``stop`` is asked.
 
-    Raises OrchestratorError, TransportError or EngineError naming what is in the way; also as the first
-    cause inside an exception group.
+    Raises GuardStop where a guard asked for that, and OrchestratorError, TransportError or EngineError
+    naming what is in the way; also as the first cause inside an exception group.
     """
+    stop = stop or Stop()
     stack = run.stack()
     chat = Chat.load(run.model)
-    checkpoint = checkpoints.newest(run.checkpoints(stack))
-    journal = _open_journal(run, checkpoint)
-    engines = Engines(clients, stack.inference.max_requests, stack.weights)
-    server = BatchServer(
-        run.endpoints().orchestrator,
-        token,
-        incarnation=run.state().incarnation,
-        index=journal.position().index,
-    )
-    with open_sinks(run, stack) as sink:
+    start = Start(run, stack)
+    async with AsyncExitStack() as resources:
+        for client in clients:
+            resources.push_async_callback(client.close)
+        sink = resources.enter_context(open_sinks(run, stack))
+        rollouts = RolloutLog(run.path / "rollouts", stack.monitors.rollouts)
+        resources.push_async_callback(asyncio.to_thread, rollouts.close)
+        journal = start.open_journal(sink, rollouts)
+        resources.callback(journal.close)
+        index = journal.position().index
+        recorder = Recorder(run, stack, sink, rollouts, index, start.index)
+        resources.push_async_callback(recorder.close)
+        server = BatchServer(
+            run.endpoints().orchestrator,
+            token,
+            incarnation=start.incarnation,
+            index=index,
+            resumed=start.restarted,
+            sealed=journal.sealed() is not None,
+        )
+        server.on_logprobs = recorder.logprobs
+        resources.push_async_callback(server.close)
+        await server.start()
+        engines = Engines(
+            clients, stack.inference.max_requests, stack.weights, silence=stack.limits.silence_seconds
+        )
+        await _Life(run, stack, chat, start, journal, sink, recorder, server, engines, stop).lead()
+    stop.raise_alarm()
+
+
+@dataclass
+class _Life:
+    """An orchestrator that is set up, from the trainer's greeting to its leave."""
+
+    run: RunFolder
+    stack: Stack
+    chat: Chat
+    start: Start
+    journal: Journal
+    sink: Sink
+    recorder: Recorder
+    server: BatchServer
+    engines: Engines
+    stop: Stop
+
+    async def lead(self) -> None:
+        async with asyncio.TaskGroup() as tasks:
+            serving = tasks.create_task(self.engines.serve(self.sink.event, ENGINE_LIMIT))
+            stopping = tasks.create_task(self.stop.wait())
+            hello = await self._meet(tasks, stopping)
+            if hello is not None:
+                await self._work(hello, tasks, stopping)
+            stopping.cancel()
+            serving.cancel()
+
+    async def _meet(self, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> Hello | None:
+        """The trainer's greeting; None where the run is to stop before it."""
+        self.recorder.progress.doing("waiting for the trainer to start")
+        # a rank that is busy with a step says nothing before it is over
+        limit = HELLO_LIMIT + (STEP_LIMIT if self.start.restarted else 0)
+        meeting = tasks.create_task(self.server.hello(limit))
+        await asyncio.wait([meeting, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not meeting.done():
+            meeting.cancel()
+            return None
+        return meeting.result()
+
+    async def _work(self, hello: Hello, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> None:
+        """Take the run's steps until they are done or it is to stop."""
+        saving = Saving(
+            self.run, self.stack, self.server, self.journal, self.recorder, tasks, self.start.index
+        )
+        cost = causal_cost(_hidden_size(self.run.model))
+        layout = Layout(self.stack.trainer.sequence_length, hello.ranks, cost)
+        training = Training(
+            self.stack,
+            self.server,
+            self.journal,
+            self.engines,
+            self.recorder,
+            saving,
+            layout,
+            hello,
+            self.stop,
+        )
+        running = tasks.create_task(self._take_steps(training, saving))
+        await asyncio.wait([running, stopping], return_when=asyncio.FIRST_COMPLETED)
+        if not running.done():
+            await self._leave(training, running)
+
+    async def _take_steps(self, training: Training, saving: Saving) -> None:
+        if self.start.restarted:
+            await take_up(self.run, self.stack, self.chat, self.journal, training, saving)
+        await Stages(self.stack, self.chat, self.engines, self.journal, training, self.sink).run()
+        await training.finish()
+
+    async def _leave(self, training: Training, running: asyncio.Task[None]) -> None:
+        limit = self.stack.limits.stop_seconds
         try:
-            await server.start()
-            async with asyncio.TaskGroup() as tasks:
-                updating = tasks.create_task(_serve_engines(engines, sink))
-                hello = await server.hello(HELLO_LIMIT)
-                await _resume(run, stack, checkpoint, sink)
-                cost = causal_cost(_hidden_size(run.model))
-                layout = Layout(stack.trainer.sequence_length, hello.ranks, cost)
-                training = Training(run, stack, server, journal, engines, sink, layout, hello, tasks)
-                await Stages(stack, chat, engines, journal, training, sink).run()
-                await training.finish()
-                updating.cancel()
-        finally:
-            await server.close()
-            await asyncio.gather(*(client.close() for client in clients))
-            journal.close()
+            async with asyncio.timeout(limit):
+                await training.leave(running)
+        except TimeoutError:
+            raise OrchestratorError(
+                f"the run was to stop, but step {training.index} and its checkpoint were not finished within "
+                f"limits.stop_seconds: {limit:.0f}"
+            ) from None
 
 
 @dataclass
@@ -136,7 +224,14 @@ class Stages:
 
     async def _evaluate(self, stage: Stage, environments: Sequence[Environment], when: str) -> None:
         await self._synchronised()
-        result = await evaluate(environments, self.stack.seed, self.chat, self.engines, self._limits(stage))
+        result = await evaluate(
+            environments,
+            self.stack.seed,
+            self.chat,
+            self.engines,
+            self._limits(stage),
+            self.training.progress,
+        )
         place = {"version": str(self.engines.version), "index": self.training.index}
         self.sink.event("evaluated", stage=stage.name, when=when, **place, **result)
 
@@ -152,35 +247,6 @@ class Stages:
             seconds=sampling.timeout,
             temperature=sampling.temperature,
         )
-
-
-async def _serve_engines(engines: Engines, sink: Sink) -> None:
-    """Wait for the engines, then keep them on the newest version. Ends only by an error or by being ended."""
-    engines.on_update(
-        lambda version, seconds: sink.event("weights_updated", version=str(version), seconds=seconds)
-    )
-    await engines.ready(ENGINE_LIMIT)
-    sink.event("engines_ready")
-    await engines.keep_current()
-
-
-async def _resume(run: RunFolder, stack: Stack, checkpoint: Path | None, sink: Sink) -> None:
-    """Say where a run goes on, and take what it cannot use out of its way.
-
-    For when all ranks have said hello: they choose their checkpoint before that, and none looks again.
-    """
-    index = checkpoints.index_of(checkpoint) if checkpoint else 0
-    damaged = await asyncio.to_thread(checkpoints.set_aside, run.checkpoints(stack), index)
-    if checkpoint or run.state().attempt > 1:
-        facts = {"from": str(checkpoint or ""), "index": index, "damaged": [str(path) for path in damaged]}
-        sink.event("resumed", **facts)
-
-
-def _open_journal(run: RunFolder, checkpoint: Path | None) -> Journal:
-    if checkpoint is None:
-        return Journal(run.journal)
-    log.info("resuming from %s", checkpoint)
-    return Journal(run.journal, checkpoint / "orchestrator" / "journal.sqlite")
 
 
 def _hidden_size(model: Path) -> int:

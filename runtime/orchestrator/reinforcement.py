@@ -10,12 +10,12 @@ from collections.abc import Awaitable, Callable
 from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.orchestrator.admission import Admission
 from stackrl.runtime.orchestrator.chat import Chat
-from stackrl.runtime.orchestrator.engines import Engines
+from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError
-from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout
+from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, training_samples
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.report import rl_record
-from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out
+from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out_somewhere
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.runtime.orchestrator.training import Training, Work
@@ -69,7 +69,9 @@ class Reinforcement:
         self._dropped: Counter[str] = Counter()
         """Rollouts dropped since the last batch, by reason."""
         self._longest_wait = (
-            TRIES * algorithm.group_size * (limits.seconds + _RETRY_AFTER) + 2 * engines.update_limit
+            TRIES * algorithm.group_size * (limits.seconds + _RETRY_AFTER)
+            + 2 * engines.update_limit
+            + ENGINE_LIMIT
         )
         self._replaced: Counter[str] = Counter()
         """Groups dropped since the last batch, by reason."""
@@ -81,7 +83,7 @@ class Reinforcement:
 
     async def run(self, after_step: AfterStep) -> None:
         """Take all steps that are left; ``after_step`` is awaited between two of them."""
-        forget = self._engines.on_update(lambda *_: self._room.set())
+        forget = self._engines.on_change(self._room.set)
         try:
             async with asyncio.TaskGroup() as tasks:
                 self._resume(tasks)
@@ -96,7 +98,7 @@ class Reinforcement:
     def _resume(self, tasks: asyncio.TaskGroup) -> None:
         """Take up the groups that were open when the journal was cut, before any new one."""
         for group in self._journal.open_groups(self._stage.name):
-            self._admission.waiting[group.plan.id] = group.plan.admitted + self._algorithm.max_staleness
+            self._admission.take_up(group.plan.id, group.plan.admitted)
             tasks.create_task(self._roll_out_group(group.plan, list(group.finished), group.planned))
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
@@ -144,8 +146,7 @@ class Reinforcement:
         what = Assignment(plan.id, number, draw.name, draw.environment, draw.task, seeds)
         for left in reversed(range(TRIES)):
             try:
-                async with self._engines.serving(plan.id) as generate:
-                    rollout = await roll_out(what, self._chat, generate, self._limits)
+                rollout = await roll_out_somewhere(what, self._chat, self._engines, self._limits)
             except RolloutError as error:
                 log.warning("rollout %d-%d failed, %d tries left: %s", plan.id, number, left, error)
                 self._count_failure(error)
@@ -160,6 +161,7 @@ class Reinforcement:
             else:
                 self._failures_in_a_row = 0
                 self._journal.finish(rollout)
+                self._training.progress.rollout_finished()
                 return rollout
         return None
 
@@ -182,13 +184,15 @@ class Reinforcement:
     async def _wait_for_group(self) -> None:
         """Rollouts have limits of their own; this one only catches what they leave open."""
         limit = self._longest_wait
+        step = self._training.step
+        self._training.progress.doing(f"waiting for rollouts of stage {self._stage.name}, RL step {step}")
         try:
             async with asyncio.timeout(limit):
                 await self._arrived.wait()
         except TimeoutError:
             raise OrchestratorError(
-                f"stage {self._stage.name!r}: no group was finished within {limit:.0f} s; "
-                "see the logs of the engines"
+                f"stage {self._stage.name!r}: no group was finished within {limit:.0f} s "
+                f"({self._engines.states()}); see the logs of the engines"
             ) from None
 
     async def _train(self, groups: list[FinishedGroup], stage_step: int) -> None:
@@ -196,11 +200,11 @@ class Reinforcement:
         self._admission.seal(ids)
         for group in ids:
             del self._finished[group]
-        samples = [sample for group in groups for sample in group.message(self._algorithm.advantage).samples]
+        samples = training_samples(groups, self._algorithm.advantage)
         record = rl_record(groups, self._training.step, self._dropped)
         self._dropped.clear()
         self._replaced.clear()
-        await self._training.take(Work(self._stage, stage_step, samples, ids, record))
+        await self._training.take(Work(self._stage, stage_step, samples, groups, record))
         self._admission.applied()
         self._room.set()
 

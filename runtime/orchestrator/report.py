@@ -17,6 +17,8 @@ def rl_record(groups: Sequence[FinishedGroup], step: int, dropped: Counter[str])
     return {
         "reward": fmean(rewards),
         "reward_std": pstdev(rewards),
+        "reward_min": min(rewards),
+        "reward_max": max(rewards),
         "solved": fmean(rollout.metrics.get("solved", 0.0) for rollout in rollouts),
         "group_signal": fmean(float(group.has_signal) for group in groups),
         **_staleness(rollouts, step),

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import math
 from dataclasses import dataclass
 
 from stackrl.runtime.environments.base import Environment, Outcome, Task
+from stackrl.runtime.inference.client import EngineLost
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.conversation import Conversation
-from stackrl.runtime.orchestrator.engines import Generate
+from stackrl.runtime.orchestrator.engines import Engines, Generate
 from stackrl.runtime.orchestrator.groups import Rollout, rollout_id
+from stackrl.runtime.orchestrator.judging import Judge
 from stackrl.runtime.orchestrator.seeds import Seeds, turn_seed
+
+LOSSES = 5
+"""Engines that a rollout may lose before it counts as failed."""
+_JUDGE = Judge()
+
+log = logging.getLogger(__name__)
 
 
 class RolloutError(Exception):
@@ -45,54 +54,94 @@ class Assignment:
     seeds: Seeds
 
 
+async def roll_out_somewhere(what: Assignment, chat: Chat, engines: Engines, limits: Limits) -> Rollout:
+    """Roll out on whichever engine there is, anew where that one is lost; waiting takes none of its time.
+
+    Raises RolloutError, also where it loses one engine after another: it may be what they die of.
+    """
+    for _ in range(LOSSES):
+        try:
+            async with engines.serving(what.group) as generate:
+                return await roll_out(what, chat, generate, limits)
+        except EngineLost as error:
+            lost = error
+            log.warning("rollout %s begins anew: %s", rollout_id(what.group, what.number), error)
+    raise RolloutError(f"{what.name}: lost its engine {LOSSES} times; {lost}") from lost
+
+
 async def roll_out(what: Assignment, chat: Chat, generate: Generate, limits: Limits) -> Rollout:
-    """Take ``what`` to its end. Raises RolloutError for whatever goes wrong."""
+    """Take ``what`` to its end. Raises EngineLost, and RolloutError for whatever else goes wrong."""
+    taking = _Turns(what, chat, generate, limits)
     try:
-        async with asyncio.timeout(limits.seconds):
-            return await _take_turns(what, chat, generate, limits)
-    except TimeoutError as error:
-        raise RolloutError(f"{what.name}: over {limits.seconds:g} s (sampling.timeout)") from error
+        async with asyncio.timeout(limits.seconds) as limit:
+            return await taking.to_the_end()
+    except EngineLost:
+        raise
     except Exception as error:
+        if limit.expired():
+            raise RolloutError(
+                f"{what.name}: over {limits.seconds:g} s (sampling.timeout) when {taking.doing}"
+            ) from error
         raise RolloutError(f"{what.name}: {type(error).__name__}: {error}") from error
 
 
-async def _take_turns(what: Assignment, chat: Chat, generate: Generate, limits: Limits) -> Rollout:
-    conversation = Conversation(chat, what.task.messages)
-    rollout = rollout_id(what.group, what.number)
-    outcome: Outcome | None = None
-    while outcome is None or not outcome.done:
-        room = min(limits.turn, limits.sequence - len(conversation.prompt))
-        if room < 1:
-            break
-        turn = len(conversation.answers)
-        conversation.add_generation(
-            await generate(
-                conversation.prompt,
-                max_tokens=room,
-                temperature=limits.temperature,
-                seed=turn_seed(what.seeds, turn),
-                stop=chat.stop,
-                request=f"{rollout}-{turn}",
+class _Turns:
+    """Answer and reply in turns; ``doing`` says what is waited for."""
+
+    def __init__(self, what: Assignment, chat: Chat, generate: Generate, limits: Limits) -> None:
+        self._what, self._chat, self._generate, self._limits = what, chat, generate, limits
+        self.doing = "nothing had begun"
+
+    async def to_the_end(self) -> Rollout:
+        what, limits = self._what, self._limits
+        conversation = Conversation(self._chat, what.task.messages)
+        outcome: Outcome | None = None
+        while outcome is None or not outcome.done:
+            room = min(limits.turn, limits.sequence - len(conversation.prompt))
+            if room < 1:
+                break
+            await self._answer(conversation, room)
+            outcome = await self._judge(conversation)
+            if not outcome.done:
+                conversation.add_message(outcome.message)
+        if outcome is None:
+            raise ValueError(
+                f"the prompt of {len(conversation.prompt)} tokens leaves no room for an answer "
+                f"within {limits.sequence}"
             )
+        if not math.isfinite(outcome.reward):
+            raise ValueError(f"reward {outcome.reward}")
+        return self._finished(conversation, outcome)
+
+    async def _answer(self, conversation: Conversation, room: int) -> None:
+        what, turn = self._what, len(conversation.answers)
+        self.doing = f"the engine was to give answer {turn + 1}"
+        generation = await self._generate(
+            conversation.prompt,
+            max_tokens=room,
+            temperature=self._limits.temperature,
+            seed=turn_seed(what.seeds, turn),
+            stop=self._chat.stop,
+            request=f"{rollout_id(what.group, what.number)}-{turn}",
         )
-        outcome = await what.environment.reply(what.task, conversation.answers)
-        if not outcome.done:
-            conversation.add_message(outcome.message)
-    if outcome is None:
-        raise ValueError(
-            f"the prompt of {len(conversation.prompt)} tokens leaves no room for an answer "
-            f"within {limits.sequence}"
+        conversation.add_generation(generation)
+
+    async def _judge(self, conversation: Conversation) -> Outcome:
+        self.doing = f"the environment was to judge answer {len(conversation.answers)}"
+        return await _JUDGE.reply(self._what.environment, self._what.task, conversation.answers)
+
+    def _finished(self, conversation: Conversation, outcome: Outcome) -> Rollout:
+        what = self._what
+        return Rollout(
+            group=what.group,
+            number=what.number,
+            environment=what.name,
+            reward=float(outcome.reward),
+            metrics=dict(outcome.metrics),
+            turns=len(conversation.answers),
+            sampled=conversation.sampled,
+            prefix_breaks=conversation.prefix_breaks,
+            samples=conversation.samples(
+                rollout_id(what.group, what.number), what.group, what.name, self._limits.temperature
+            ),
         )
-    if not math.isfinite(outcome.reward):
-        raise ValueError(f"reward {outcome.reward}")
-    return Rollout(
-        group=what.group,
-        number=what.number,
-        environment=what.name,
-        reward=float(outcome.reward),
-        metrics=dict(outcome.metrics),
-        turns=len(conversation.answers),
-        sampled=conversation.sampled,
-        prefix_breaks=conversation.prefix_breaks,
-        samples=conversation.samples(rollout, what.group, what.name, limits.temperature),
-    )

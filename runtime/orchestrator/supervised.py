@@ -6,7 +6,7 @@ import asyncio
 
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.conversation import demonstrate
-from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.orchestrator.errors import BadInput
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.runtime.orchestrator.training import Training, Work
@@ -19,24 +19,33 @@ async def run_supervised(
     stage: SupervisedStage, done: int, stack: Stack, chat: Chat, training: Training
 ) -> None:
     """Take the steps of ``stage`` from step ``done`` on; each batch is drawn while the last one trains."""
-    seeds = Seeds(stack.seed).branch("supervised", stage.name)
-    mix = Mix(settings_of(stack, stage).environments, seeds)
-
-    def draw(step: int) -> Work:
-        noise = 0.0 if step < stage.clean_steps else stage.noise
-        samples = [
-            _demonstration(mix, (step, i), noise, chat, stack.trainer.sequence_length)
-            for i in range(stage.batch_size)
-        ]
-        return Work(stage, step, samples, record={"noise": noise})
-
+    draw = Drawing(stage, stack, chat)
     async with asyncio.TaskGroup() as tasks:
-        drawing = tasks.create_task(asyncio.to_thread(draw, done))
+        drawing = tasks.create_task(asyncio.to_thread(draw.work, done))
         for step in range(done, stage.steps):
+            training.progress.doing(f"drawing demonstrations for step {step} of stage {stage.name}")
             work = await drawing
             if step + 1 < stage.steps:
-                drawing = tasks.create_task(asyncio.to_thread(draw, step + 1))
+                drawing = tasks.create_task(asyncio.to_thread(draw.work, step + 1))
             await training.take(work)
+
+
+class Drawing:
+    """The batches of a stage, each the same whenever it is drawn."""
+
+    def __init__(self, stage: SupervisedStage, stack: Stack, chat: Chat) -> None:
+        self._stage, self._chat, self._limit = stage, chat, stack.trainer.sequence_length
+        seeds = Seeds(stack.seed).branch("supervised", stage.name)
+        self._mix = Mix(settings_of(stack, stage).environments, seeds)
+
+    def work(self, step: int) -> Work:
+        """The batch of the stage's step ``step``."""
+        noise = 0.0 if step < self._stage.clean_steps else self._stage.noise
+        samples = [
+            _demonstration(self._mix, (step, i), noise, self._chat, self._limit)
+            for i in range(self._stage.batch_size)
+        ]
+        return Work(self._stage, step, samples, record={"noise": noise})
 
 
 def _demonstration(mix: Mix, number: tuple[int, ...], noise: float, chat: Chat, limit: int) -> Sample:
@@ -45,7 +54,7 @@ def _demonstration(mix: Mix, number: tuple[int, ...], noise: float, chat: Chat, 
     samples = demonstrate(chat, draw.task.messages, turns).samples("demonstration", 0, draw.name, 1.0)
     longest = max(len(sample.tokens) for sample in samples)
     if longest > limit:
-        raise OrchestratorError(
+        raise BadInput(
             f"a demonstration of environment {draw.name!r} has {longest} tokens, over "
             f"trainer.sequence_length: {limit}; raise that or make the environment's tasks shorter"
         )

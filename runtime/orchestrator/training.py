@@ -1,21 +1,22 @@
-"""One optimizer step, seen from the orchestrator: seal, hand over, wait, record, and cut checkpoints."""
+"""One optimizer step, seen from the orchestrator: seal, hand over, wait, write down, and cut checkpoints."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from stackrl.runtime import checkpoints
-from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.engines import Engines
+from stackrl.runtime.orchestrator.groups import FinishedGroup
 from stackrl.runtime.orchestrator.journal import Journal
-from stackrl.runtime.run import RunFolder
-from stackrl.runtime.transport.batches import BatchServer
-from stackrl.runtime.transport.messages import Hello, Sample
+from stackrl.runtime.orchestrator.recorder import Recorder
+from stackrl.runtime.orchestrator.saving import Saving
+from stackrl.runtime.orchestrator.stop import Stop
+from stackrl.runtime.transport.batches import BatchServer, TransportError
+from stackrl.runtime.transport.messages import Hello, Sample, Version
 from stackrl.schemas.stack import Stack
 from stackrl.schemas.stages import Stage
 
@@ -23,10 +24,10 @@ FETCH_LIMIT = 600.0
 """Seconds within which every rank takes a batch that is offered, once it has saved what it must."""
 STEP_LIMIT = 7200.0
 """Seconds that an optimizer step with the publication of its weights may take."""
-SAVE_LIMIT = 7200.0
-"""Seconds that the trainer's part of a checkpoint may take."""
 END_LIMIT = 600.0
 """Seconds within which every rank hears that the run is over."""
+REPEATED = 3.0
+"""Seconds within which a rank that has greeted repeats its last acknowledgement."""
 
 
 @dataclass
@@ -36,7 +37,7 @@ class Work:
     stage: Stage
     stage_step: int
     samples: Sequence[Sample]
-    groups: Sequence[int] = ()
+    groups: Sequence[FinishedGroup] = ()
     record: dict[str, Any] = field(default_factory=dict)
 
 
@@ -45,115 +46,191 @@ class Training:
 
     def __init__(
         self,
-        run: RunFolder,
         stack: Stack,
         server: BatchServer,
         journal: Journal,
         engines: Engines,
-        sink: Sink,
+        recorder: Recorder,
+        saving: Saving,
         layout: Layout,
         hello: Hello,
-        tasks: asyncio.TaskGroup,
+        stop: Stop,
     ) -> None:
         position = journal.position()
         self.index, self.step = position.index, position.step
         """Optimizer steps taken, and those of RL among them."""
-        self.version = hello.version
-        """Of the weights after the last step."""
-        self._incarnation, self._source = hello.incarnation, hello.weights
-        self._checkpoints, self._keep = run.checkpoints(stack), stack.checkpoint.keep
-        self._every = stack.checkpoint.every
+        self.progress = recorder.progress
+        self._hello = hello
+        self._stack = stack
         self._end = sum(stage.steps for stage in stack.stages)
         self._published_from = sum(stage.steps for stage in stack.stages if stage.type == "supervised")
-        self._server, self._journal, self._engines, self._sink = server, journal, engines, sink
-        self._layout, self._tasks = layout, tasks
-        self._saving: list[asyncio.Task[None]] = []
-        self._completing = asyncio.Lock()
-        self._trainer_saves = False
-        """Whether the trainer writes a checkpoint before it asks for the next batch."""
+        self._server, self._journal, self._engines = server, journal, engines
+        self._recorder, self._saving, self._layout, self._stop = recorder, saving, layout, stop
+        self._stepping = asyncio.Lock()
+        """Held from the sealing of a batch until its step is written down."""
         self._pace = _Pace(engines)
-        self._update_engines()
+        self._update_engines(max(hello.version, self.version))
+
+    @property
+    def version(self) -> Version:
+        """Of the weights after the last step."""
+        return Version(self._hello.incarnation, self.step)
 
     async def take(self, work: Work) -> None:
-        """One optimizer step. Returns when it is applied, written down and recorded."""
-        place = self._place(work)
-        waited = self._pace.since_last()
-        self._journal.seal(place, work.stage.type, work.groups)
-        await self._server.offer(build(work.samples, place, self._layout))
-        if self._trainer_saves:
-            await self._server.durable(self.index - 1, SAVE_LIMIT)
-        ack = await self._server.applied(fetch=FETCH_LIMIT, step=STEP_LIMIT)
-        self._journal.apply(place.index)
-        self.index += 1
-        if work.stage.type == "rl":
-            self.step += 1
-        self.version = ack.version
-        self._trainer_saves = place.checkpoint
-        if place.checkpoint:
-            self._cut()
-        self._update_engines()
-        trainer = {f"trainer/{name}": value for name, value in ack.metrics.items()}
-        pace = self._pace.lap(trained=ack.metrics.get("tokens_packed", 0))
-        self._sink.log(
-            {
-                "kind": work.stage.type,
-                "stage": place.stage,
-                "stage_step": place.stage_step,
-                "stage_steps": work.stage.steps,
-                "index": place.index,
-                "step": place.step,
-                **work.record,
-                "seconds_rollouts_wait": waited,
-                **pace,
-                **trainer,
-            }
-        )
+        """One optimizer step. Returns when it is applied, written down and recorded.
+
+        Never returns where the run is to stop: then `leave` follows.
+        """
+        async with self._stepping:
+            if not self._stop.asked:
+                await self._step(work)
+                return
+        await _for_ever()
+
+    async def settle(self, work: Work) -> None:
+        """The step of a batch that was sealed by an orchestrator which was killed.
+
+        Rank 0's greeting says whether it has stepped on it. If not, the batch is offered as it was; ranks
+        that have it already have said so.
+        """
+        async with self._stepping:
+            place = self._place(work)
+            self._recorder.sealed(place, work.groups)
+            if self._hello.index > place.index:
+                ack = await self._server.repeated(place.index, REPEATED)
+                self._server.go_on()
+                trainer = ack.metrics if ack else {}
+            else:
+                await self._server.offer(build(work.samples, place, self._layout))
+                trainer = await self._applied(place)
+            self._step_on(work, place, trainer, {})
+            self._pace.mark()
+
+    async def write_down_again(self, work: Work, step: int) -> None:
+        """The metrics of the last step, which an orchestrator that was killed has applied and not told."""
+        ack = await self._server.repeated(self.index - 1, REPEATED)
+        self._record(work, self.index - 1, step, ack.metrics if ack else {}, {})
 
     def restart_clock(self) -> None:
         """What was done since the last step is no part of the next one: an evaluation, or a start."""
         self._pace.mark()
 
+    def is_saved(self, index: int) -> bool:
+        """Whether a checkpoint belongs to ``index`` steps."""
+        return index > 0 and (index % self._stack.checkpoint.every == 0 or index == self._end)
+
     async def finish(self) -> None:
         """Wait for the last checkpoint, then let the trainer go."""
-        await asyncio.gather(*self._saving)
-        await self._server.end("finished", END_LIMIT)
+        async with self._stepping:
+            if not self._stop.asked:
+                await self._saving.finish()
+                self.progress.doing("waiting for the trainer to leave")
+                await self._server.end("finished", END_LIMIT)
+                return
+        await _for_ever()
+
+    async def leave(self, running: asyncio.Task[None]) -> None:
+        """End ``running``, which takes steps, after the one that runs; save, and let the trainer go.
+
+        Nothing is saved twice, nor weights that may be damaged.
+        """
+        async with self._stepping:
+            if running.done():
+                return
+            running.cancel()
+            await asyncio.wait([running])
+            save = self._stop.save and self.index > self._saving.newest
+            if save:
+                self._saving.cut(self.index)
+            self.progress.doing("waiting for the trainer to leave")
+            await self._server.end(self._stop.reason, END_LIMIT, save=save)
+            await self._saving.finish()
+            self._recorder.event(
+                "stopped", index=self.index, saved=self._saving.newest, why=self._stop.reason
+            )
+
+    async def _step(self, work: Work) -> None:
+        place = self._place(work)
+        work.record["seconds_rollouts_wait"] = self._pace.since_last()
+        batches = build(work.samples, place, self._layout)
+        groups = [group.plan.id for group in work.groups]
+        self._journal.seal(place, work.stage.type, groups, tokens=batches[0].tokens, record=work.record)
+        self._recorder.sealed(place, work.groups)
+        await self._server.offer(batches)
+        trainer = await self._applied(place)
+        pace = self._pace.lap(trained=trainer.get("tokens_packed", 0))
+        self._step_on(work, place, trainer, pace)
+
+    async def _applied(self, place: Place) -> dict[str, float]:
+        """Wait until the trainer has stepped on the batch that is offered; its metrics."""
+        self.progress.doing(f"waiting for the trainer's step {place.index}")
+        await self._fetched()
+        return (await self._server.applied(STEP_LIMIT)).metrics
+
+    async def _fetched(self) -> None:
+        """Wait until every rank has the batch. One that saves may take it when that is done."""
+        saving = self._saving.under_way
+        try:
+            await self._server.fetched(FETCH_LIMIT)
+        except TransportError:
+            if not saving:
+                raise
+            await self._saving.trainer_saved()
+            await self._server.fetched(FETCH_LIMIT)
+
+    def _step_on(
+        self, work: Work, place: Place, trainer: Mapping[str, float], pace: Mapping[str, float]
+    ) -> None:
+        """The trainer has applied the batch of ``place``."""
+        self._journal.apply(place.index)
+        self.index += 1
+        self.step += work.stage.type == "rl"
+        self._update_engines(self.version)
+        self._record(work, place.index, place.step, trainer, pace)
+        if place.checkpoint and self._stop.save:
+            self._saving.cut(self.index)
+
+    def _record(
+        self, work: Work, index: int, step: int, trainer: Mapping[str, float], pace: Mapping[str, float]
+    ) -> None:
+        """Write a step down; what is not known of it is left out."""
+        alarm = self._recorder.stepped(
+            {
+                "kind": work.stage.type,
+                "stage": work.stage.name,
+                "stage_step": work.stage_step,
+                "stage_steps": work.stage.steps,
+                "index": index,
+                "step": step,
+                **work.record,
+                **pace,
+                **{f"trainer/{name}": value for name, value in trainer.items()},
+            }
+        )
+        if alarm is not None:
+            self._stop.ask(alarm)
 
     def _place(self, work: Work) -> Place:
-        done = self.index + 1
         return Place(
-            incarnation=self._incarnation,
+            incarnation=self._hello.incarnation,
             index=self.index,
             step=self.step,
             stage=work.stage.name,
             stage_step=work.stage_step,
-            checkpoint=done % self._every == 0 or done == self._end,
+            checkpoint=self.is_saved(self.index + 1),
             last_of_stage=work.stage_step + 1 == work.stage.steps,
+            report=self._recorder.wants_logprobs(work.stage.type, self.step),
         )
 
-    def _update_engines(self) -> None:
+    def _update_engines(self, version: Version) -> None:
         """Until supervised stages are over, the trainer publishes nothing."""
-        if self.index >= self._published_from:
-            self._engines.aim(self.version, self._source)
+        if self._hello.index >= self._published_from or self.index >= self._published_from:
+            self._engines.aim(version, self._hello.weights)
 
-    def _cut(self) -> None:
-        """The journal of this very moment belongs to the checkpoint; the trainer's part follows."""
-        checkpoint = checkpoints.folder(self._checkpoints, self.index)
-        self._journal.snapshot(checkpoint / "orchestrator" / "journal.sqlite")
-        self._saving.append(self._tasks.create_task(self._complete(self.index)))
 
-    async def _complete(self, index: int) -> None:
-        """Declare the checkpoint that resumes at ``index`` complete once the trainer's part is on disk.
-
-        One at a time and in order: hashing may take longer than the way to the next checkpoint.
-        """
-        async with self._completing:
-            await self._server.durable(index - 1, SAVE_LIMIT)
-            checkpoint = checkpoints.folder(self._checkpoints, index)
-            facts = {"index": index, "incarnation": self._incarnation}
-            await asyncio.to_thread(checkpoints.write_manifest, checkpoint, facts)
-            self._journal.make_durable(index - 1)
-            await asyncio.to_thread(checkpoints.prune, self._checkpoints, self._keep)
-            self._sink.event("checkpoint", index=index, path=str(checkpoint))
+async def _for_ever() -> None:
+    """Until whoever stops the run cancels this."""
+    await asyncio.Event().wait()
 
 
 class _Pace:

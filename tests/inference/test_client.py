@@ -10,7 +10,7 @@ import pytest_asyncio
 from aiohttp import web
 from engine_server import free_port
 
-from stackrl.runtime.inference.client import Engine, EngineError
+from stackrl.runtime.inference.client import Engine, EngineError, EngineLost
 from stackrl.runtime.transport.messages import Span, Version
 
 TOKEN = "secret"
@@ -25,6 +25,7 @@ class Server:
         self.bodies: dict[str, dict] = {}
         self.answers: dict[str, Callable] = {}
         self.label = "default"
+        self.paused = False
         self.running = self.most = 0
 
     async def handle(self, request: web.Request) -> web.Response:
@@ -33,12 +34,18 @@ class Server:
         name = request.path.rsplit("/", 1)[-1]
         self.calls.append(request.path_qs.removeprefix("/"))
         self.bodies[name] = await request.json() if request.can_read_body else {}
+        if name in ("pause", "resume"):
+            self.paused = name == "pause"
         if name in self.answers:
             return await self.answers[name](self.bodies[name])
+        if name == "is_paused":
+            return web.json_response({"is_paused": self.paused})
         if name == "weight_info":
             return web.json_response({"weight_version": self.label})
         if name == "update_weight_version":
             self.label = self.bodies[name]["new_version"]
+        if name == "finish_weight_update":
+            self.label = self.bodies[name].get("weight_version", self.label)
         return web.json_response({"message": "done"})
 
 
@@ -142,8 +149,10 @@ async def test_errors_name_the_engine_and_the_operation(server: Server, engine: 
     nobody = Engine(f"http://127.0.0.1:{free_port()}", TOKEN)
     with pytest.raises(EngineError, match=r"not ready within 0.5 s .*[Cc]onnect"):
         await nobody.wait_ready(0.5)
-    with pytest.raises(EngineError, match="GET /weight_info failed"):
+    with pytest.raises(EngineLost, match="GET /weight_info failed"):
         await nobody.version()
+    with pytest.raises(EngineLost, match="POST /pause failed"):
+        await nobody.update(Version(2, 3), "http://trainer:1", "keep", timeout=9)
     await nobody.close()
 
 
@@ -153,7 +162,7 @@ async def test_a_reply_that_does_not_come_is_an_error(server: Server) -> None:
 
     server.answers["generate"] = never
     impatient = Engine(server.url, TOKEN, timeout=0.3)
-    with pytest.raises(EngineError, match=r"generate got no answer in 0\.3 s"):
+    with pytest.raises(EngineLost, match=r"generate got no answer in 0\.3 s"):
         await ask(impatient)
     await impatient.close()
 
@@ -190,7 +199,7 @@ async def test_after_a_failed_update_the_engine_runs_without_a_version(server, e
     server.answers[failing] = gives({"error": {"message": "no memory"}}, status=500)
     with pytest.raises(EngineError, match=rf"{failing} answered 500: no memory"):
         await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=9)
-    assert server.calls[-3:] == ["finish_weight_update", "update_weight_version", "resume"]
+    assert server.calls[-3:] == ["update_weight_version", "finish_weight_update", "resume"]
     with pytest.raises(EngineError, match="of no version"):
         await engine.version()
 
@@ -204,24 +213,60 @@ async def test_a_failed_pause_ends_in_a_resume_and_keeps_the_version(server: Ser
     assert await engine.version() == Version(1, 1)
 
 
-@pytest.mark.parametrize("how", ["timeout", "cancelled"])
-async def test_an_update_that_is_given_up_resumes_too(server: Server, engine: Engine, how: str) -> None:
+async def never(body: dict) -> web.Response:
+    await asyncio.sleep(60)
+
+
+async def test_an_update_that_is_cancelled_resumes_too(server: Server, engine: Engine) -> None:
     entered = asyncio.Event()
 
-    async def never(body: dict) -> web.Response:
+    async def enter(body: dict) -> web.Response:
         entered.set()
-        await asyncio.sleep(60)
+        await never(body)
 
-    server.answers["update_weights"] = never
-    update = asyncio.create_task(
-        engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=0.5 if how == "timeout" else 60)
-    )
+    server.answers["update_weights"] = enter
+    update = asyncio.create_task(engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=60))
     await entered.wait()
-    if how == "cancelled":
-        update.cancel()
-    with pytest.raises(EngineError if how == "timeout" else asyncio.CancelledError):
+    update.cancel()
+    with pytest.raises(asyncio.CancelledError):
         await update
-    assert server.calls[-2:] == ["update_weight_version", "resume"]
+    assert server.calls[-3:] == ["update_weight_version", "finish_weight_update", "resume"]
+
+
+@pytest.mark.parametrize("silent", UPDATE[:-1])
+async def test_an_update_over_its_time_is_a_lost_engine_that_can_be_settled(server, engine, silent) -> None:
+    """Nobody waits for a silent engine once more: what it left open is ended when it answers again."""
+    server.label, server.answers[silent] = "1.1", never
+    with pytest.raises(EngineLost, match=rf"engine {server.url}: POST /{silent} got no answer in 0\.\d+ s"):
+        async with asyncio.timeout(2):
+            await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=0.4)
+    assert server.calls[-1].startswith(silent)
+    del server.answers[silent]
+    assert server.paused and await engine.settle() is None
+    assert not server.paused and server.calls[-3:] == [
+        "update_weight_version",
+        "finish_weight_update",
+        "resume",
+    ]
+    with pytest.raises(EngineError, match="of no version"):
+        await engine.version()
+    await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=9)
+    assert await engine.version() == Version(2, 3)
+
+
+@pytest.mark.parametrize(("label", "version"), [("default", Version(0, 0)), ("1.4", Version(1, 4))])
+async def test_an_engine_that_nobody_left_in_an_update_is_left_alone(server, engine, label, version) -> None:
+    server.label = label
+    assert await engine.settle() == version
+    assert server.calls == ["weight_info", "is_paused"]
+
+
+async def test_what_is_settled_loses_its_label_before_its_bracket_ends(server, engine) -> None:
+    """Between the two calls the settling client may die as well: the label must not be believed then."""
+    server.label, server.paused = "1.4", True
+    server.answers["finish_weight_update"] = gives({"error": "no update was started"}, status=500)
+    assert await engine.settle() is None
+    assert server.label == "incomplete update" and not server.paused
 
 
 async def test_updates_follow_one_another(server: Server, engine: Engine) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from fake_roles import make_run, stack
 
-from stackrl.runtime.monitor.metrics import open_sinks
+from stackrl.runtime.monitor.metrics import JsonLines, open_sinks
 from stackrl.runtime.run import RunFolder
 
 
@@ -40,6 +40,22 @@ def test_each_record_is_a_line_that_is_there_at_once(run: RunFolder) -> None:
         sink.log({"index": 1})
     assert [record["index"] for record in lines(run.metrics)] == [0, 1]
     assert {stat.S_IMODE(path.stat().st_mode) for path in (run.metrics, run.events)} == {0o600}
+
+
+def test_a_line_that_a_killed_process_left_torn_spoils_no_other(run: RunFolder) -> None:
+    run.metrics.write_text('{"index": 0}\n{"ind')
+    with open_sinks(run, stack()) as sink:
+        sink.log({"index": 1})
+    first, torn, last = run.metrics.read_text().splitlines()
+    assert (first, torn) == ('{"index": 0}', '{"ind') and json.loads(last)["index"] == 1
+
+
+def test_a_full_disk_is_named(tmp_path: Path) -> None:
+    (tmp_path / "full").symlink_to("/dev/full")
+    file = JsonLines(tmp_path / "full")
+    with pytest.raises(OSError, match=r"No space left on device: .*full"):
+        file.log({"index": 0})
+    file.close()
 
 
 def test_wandb_records_offline_without_a_key_and_without_secrets(

@@ -77,7 +77,7 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
     admitted: dict[int, int] = {}
     running: set[int] = set()
     finished: set[int] = set()
-    fails_left = 5
+    fails_left = restarts_left = 5
     for _ in range(10_000):
         if sealed == batches and not a.training:
             break
@@ -93,6 +93,8 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
             events.append("apply")
         if engines < a.step:
             events.append("update")
+        if not a.training and restarts_left:
+            events.append("restart")
         assert events, "nothing can happen any more"
         event = choices.choice(events)
         if event == "admit":
@@ -117,6 +119,12 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
             sealed += 1
         elif event == "apply":
             a.applied()
+        elif event == "restart":
+            before, restarts_left = a, restarts_left - 1
+            a = admission(per_batch, max_staleness, step=before.step, batches_left=batches - sealed)
+            for group in running | finished:
+                a.take_up(group, admitted[group])
+            assert a == before, "an orchestrator that starts again counts what it finds"
         else:
             engines = a.step
         assert len(a.waiting) + a.training <= (max_staleness + 1) * per_batch

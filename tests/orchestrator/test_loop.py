@@ -23,6 +23,7 @@ from small_runs import (
 )
 
 from stackrl.runtime import checkpoints
+from stackrl.runtime.monitor.kept_rollouts import read_steps
 from stackrl.runtime.orchestrator.errors import OrchestratorError, first_cause
 from stackrl.runtime.orchestrator.loop import orchestrate
 from stackrl.runtime.orchestrator.seeds import Seeds
@@ -38,7 +39,7 @@ def quick(monkeypatch):
     """Small evaluations, and retries at once."""
     monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", PROMPTS)
     monkeypatch.setattr("stackrl.runtime.orchestrator.reinforcement._RETRY_AFTER", 0.0)
-    monkeypatch.setattr("stackrl.runtime.orchestrator.engines.RETRY_AFTER", 0.0)
+    monkeypatch.setattr("stackrl.runtime.orchestrator.engine_life.RETRY_AFTER", 0.0)
 
 
 def algorithm(**changes):
@@ -80,7 +81,7 @@ async def test_runs_all_stages_and_ends(tmp_path):
     assert [(b.stage, b.stage_step) for b in batches[:3]] == [("warmup", 0), ("warmup", 1), ("main", 0)]
     assert [b.index for b in batches if b.last_of_stage] == [1, 7]
     assert [b.index for b in batches if b.checkpoint] == [2, 5, 7]
-    assert trainer.ended == ["finished"] and engine.closed
+    assert [end.reason for end in trainer.ended] == ["finished"] and engine.closed
     assert [version for version, _ in engine.updates] == [Version(1, step) for step in range(7)]
     assert {source for _, source in engine.updates} == {SOURCE}
 
@@ -106,6 +107,20 @@ async def test_held_out_environments_are_evaluated_between_steps(tmp_path):
     evaluated = [event for event in lines(run.events) if event["event"] == "evaluated"]
     held_out = [(e["when"], e["version"]) for e in evaluated if e["when"].startswith("held-out")]
     assert held_out == [("held-out held", f"1.{step}") for step in (2, 4, 6)]
+
+
+async def test_rollouts_are_kept_for_the_report_with_the_trainers_logprobs(tmp_path):
+    run = make_run(tmp_path, monitors={"rollouts": {"every": 2}})
+    trainer = FakeTrainer(run, TOKEN, ranks=2)
+    await run_all(run, trainer, FakeEngine(reversed_badly))
+    assert [batch.index for batch in trainer.steps() if batch.report] == [2, 4, 6]
+    kept = {step.about.index: step for step in read_steps(run.path / "rollouts")}
+    assert sorted(kept) == [2, 4, 6]
+    for index, step in kept.items():
+        names = [
+            name for b in trainer.batches[index].values() for m in b.micro_batches for name in m.documents
+        ]
+        assert len(names) == 16 and set(step.logprobs) == set(names)
 
 
 async def test_denominators_and_advantages(tmp_path):
@@ -349,7 +364,7 @@ async def test_a_last_evaluation_that_was_cut_off_is_made_after_all(tmp_path):
     assert [(e["when"], e["version"], e["index"]) for e in events_of(run, "evaluated")] == [
         ("after", "2.6", 8)
     ]
-    assert not trainer.batches and trainer.ended == ["finished"]
+    assert not trainer.batches and [end.reason for end in trainer.ended] == ["finished"]
 
 
 async def test_a_trainer_of_another_step_is_refused(tmp_path):
@@ -375,7 +390,7 @@ async def test_a_trainer_that_saves_is_not_silent(tmp_path, monkeypatch):
     run = make_run(tmp_path)
     trainer = FakeTrainer(run, TOKEN, save_delay=1.0)
     await run_all(run, trainer, FakeEngine(reversed_badly))
-    assert trainer.ended == ["finished"]
+    assert [end.reason for end in trainer.ended] == ["finished"]
 
 
 async def test_checkpoints_are_completed_in_order_however_long_one_takes(tmp_path, monkeypatch):

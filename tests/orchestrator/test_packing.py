@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace as renamed
 
-from stackrl.runtime.orchestrator.batching import Layout, Place, build
+from stackrl.runtime.orchestrator.batching import Layout, Place, build, document_names
 from stackrl.runtime.orchestrator.packing import causal_cost, pack
 from stackrl.runtime.transport.messages import Sample, Span, Version
 
@@ -91,6 +92,23 @@ def test_documents_keep_their_own_arrays():
         assert part.logprobs[here].tolist() == samples[number].logprobs.tolist()
         assert part.advantages[d] == samples[number].advantage
         assert part.temperatures[d] == samples[number].temperature
+        assert part.documents[d] == samples[number].rollout
+
+
+def test_documents_are_named_after_their_rollouts():
+    """A rollout may have several; a demonstration is nobody's."""
+    samples = [
+        renamed(sample(n, 6, 0.0), rollout=name) for n, name in enumerate(["0-1", "0-2", "0-1", "0-1"])
+    ]
+    shown = renamed(sample(4, 6, 0.0), rollout="demonstration", spans=[])
+    assert document_names([*samples, shown, shown]) == [
+        "0-1",
+        "0-2",
+        "0-1/1",
+        "0-1/2",
+        "demonstration",
+        "demonstration",
+    ]
 
 
 def test_a_rank_without_work_gets_an_empty_micro_batch():

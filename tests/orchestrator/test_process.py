@@ -48,7 +48,19 @@ def test_ends_cleanly_at_sigterm(tmp_path):
     assert "Traceback" not in process.stderr.read()
 
 
-def test_an_error_for_people_is_the_last_line(tmp_path):
+def test_without_a_trainer_sigusr2_ends_it_with_nothing_to_save(tmp_path):
+    run = make_run(tmp_path)
+    process = start(run)
+    deadline = time.monotonic() + 60
+    while not run.events.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGUSR2)
+    assert process.wait(timeout=20) == 0, process.stderr.read()
+    assert not run.checkpoints(run.stack()).exists()
+
+
+def test_bad_input_is_the_last_line_and_not_tried_again(tmp_path):
     run = make_run(tmp_path)
     config = json.loads((run.model / "tokenizer_config.json").read_text())
     config.pop("chat_template", None)
@@ -56,9 +68,40 @@ def test_an_error_for_people_is_the_last_line(tmp_path):
     (run.model / "chat_template.jinja").unlink(missing_ok=True)
     process = start(run)
     _, stderr = process.communicate(timeout=60)
-    assert process.returncode == 1
+    assert process.returncode == 2
     assert stderr.splitlines()[-1].startswith("error: ") and "has no chat template" in stderr.splitlines()[-1]
     assert "Traceback" not in stderr
+
+
+def test_a_disk_that_refuses_the_journal_is_the_last_line(tmp_path):
+    run = make_run(tmp_path)
+    run.journal.write_text("no folder can be made here")
+    process = start(run)
+    _, stderr = process.communicate(timeout=60)
+    assert process.returncode == 1 and "Traceback" not in stderr
+    last = stderr.splitlines()[-1]
+    assert last.startswith(f"error: the journal {run.journal}/journal.sqlite could not be opened: ")
+
+
+def test_says_in_its_heartbeat_what_it_waits_for(tmp_path):
+    run = make_run(tmp_path)
+    beats = tmp_path / "heartbeats"
+    beats.mkdir()
+    process = start(run, STACKRL_HEARTBEATS=str(beats), STACKRL_PROCESS="orchestrator")
+    try:
+        deadline = time.monotonic() + 60
+        while "trainer" not in (said := said_by(beats / f"orchestrator.{process.pid}"))["doing"]:
+            assert process.poll() is None and time.monotonic() < deadline, said
+            time.sleep(0.1)
+    finally:
+        process.kill()
+        process.communicate()
+    assert said["doing"] == "waiting for the trainer to start"
+    assert (said["index"], said["finished"], said["checkpoint"]) == (0, 0, 0)
+
+
+def said_by(file):
+    return json.loads(file.read_text()) if file.exists() else {"doing": ""}
 
 
 @pytest.mark.parametrize("token", ["", None])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import time
+from contextlib import asynccontextmanager
 from itertools import pairwise
 from random import Random
 
@@ -27,10 +29,17 @@ def assignment(type="reverse_text", **args):
     return Assignment(4, 2, "it", environment, environment.task(Random(0)), Seeds(0).branch("sample", 2))
 
 
+@asynccontextmanager
+async def serving(*engines):
+    """The engines, served while the context is open."""
+    together = Engines(engines, 8, PullWeights())
+    task = asyncio.create_task(together.serve(lambda name, **fields: None, 5))
+    yield together
+    task.cancel()
+
+
 async def rolled(what, engine, limits=LIMITS):
-    engines = Engines([engine], 8, PullWeights())
-    await engines.ready(1)
-    async with engines.serving(what.group) as generate:
+    async with serving(engine) as engines, engines.serving(what.group) as generate:
         return await roll_out(what, chat(), generate, limits)
 
 
@@ -71,7 +80,10 @@ async def test_the_time_limit_covers_engine_and_environment(where, monkeypatch):
     engine = FakeEngine(reversed_well, token_delay=10.0 if where == "engine" else 0.0)
     if where == "environment":
         monkeypatch.setattr(type(what.environment), "reply", lambda *_: asyncio.sleep(10))
-    with pytest.raises(RolloutError, match=r"it: over 0.1 s \(sampling.timeout\)"):
+    doing = (
+        "the engine was to give answer 1" if where == "engine" else "the environment was to judge answer 1"
+    )
+    with pytest.raises(RolloutError, match=rf"it: over 0.1 s \(sampling.timeout\) when {doing}"):
         await rolled(what, engine, Limits(turn=9, sequence=128, seconds=0.1, temperature=1.0))
     assert engine.running == 0, "the request was taken back"
 
@@ -91,23 +103,71 @@ async def test_an_environment_that_fails_or_gives_no_number_is_no_reward(monkeyp
         await rolled(what, FakeEngine(reversed_well))
 
 
+async def test_an_environment_that_blocks_is_left_behind(monkeypatch):
+    """Its thread is: the event loop goes on meanwhile, and the next reply is given on a new thread."""
+    monkeypatch.setattr("stackrl.runtime.orchestrator.judging.BLOCKED_SECONDS", 0.2)
+    engine, what = FakeEngine(reversed_well), assignment(letters=[3, 6])
+    plain = type(what.environment).reply
+
+    async def block(*_):
+        time.sleep(2)  # noqa: ASYNC251 (what it must not do)
+
+    monkeypatch.setattr(type(what.environment), "reply", block)
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match="when the environment was to judge answer 1"):
+        await rolled(what, engine, Limits(turn=9, sequence=128, seconds=0.2, temperature=1.0))
+    monkeypatch.setattr(type(what.environment), "reply", plain)
+    assert (await rolled(what, engine)).reward == 1.0
+    assert time.monotonic() - began < 1.5
+
+
+async def test_an_environment_that_does_not_let_go_is_left_behind(monkeypatch):
+    what = assignment()
+
+    async def hold_on(*_):
+        for _ in range(20):
+            try:
+                await asyncio.sleep(0.1)
+            except asyncio.CancelledError:
+                continue
+
+    monkeypatch.setattr(type(what.environment), "reply", hold_on)
+    began = time.monotonic()
+    with pytest.raises(RolloutError, match=r"over 0\.2 s"):
+        await rolled(what, FakeEngine(reversed_well), Limits(9, 128, 0.2, 1.0))
+    assert time.monotonic() - began < 1.5
+
+
+async def test_an_environments_own_timeout_or_cancellation_is_its_failure(monkeypatch):
+    what = assignment()
+    for error, name in (
+        (TimeoutError("of its own"), "TimeoutError"),
+        (asyncio.CancelledError(), "cancelled"),
+    ):
+
+        async def fail(*_, error=error):
+            raise error
+
+        monkeypatch.setattr(type(what.environment), "reply", fail)
+        with pytest.raises(RolloutError, match=name):
+            await rolled(what, FakeEngine(reversed_well))
+
+
 async def test_no_turn_begins_during_an_update_and_newer_versions_overtake():
     engine = FakeEngine(reversed_well, update_delay=0.2)
-    engines = Engines([engine], 8, PullWeights())
-    await engines.ready(1)
-    updating = asyncio.create_task(engines.keep_current())
-    engines.aim(Version(1, 1), "source")
-    await asyncio.sleep(0.05)
-    engines.aim(Version(1, 2), "source")
-    engines.aim(Version(1, 3), "source")
-    await rolled_on(engines)
-    [request] = engine.requests
-    assert request["salt"] == str(request["held"]) != "0.0"
-    await engines.holding(Version(1, 3), 2)
-    assert [version.step for version, _ in engine.updates] == [1, 3], "the one between is skipped"
-    with pytest.raises(OrchestratorError, match=r"the engines hold 1.3 and did not get 1.4 within 0 s"):
-        await engines.holding(Version(1, 4), 0.05)
-    updating.cancel()
+    async with serving(engine) as engines:
+        await engines.holding(Version(0, 0), 2)
+        engines.aim(Version(1, 1), "source")
+        await asyncio.sleep(0.05)
+        engines.aim(Version(1, 2), "source")
+        engines.aim(Version(1, 3), "source")
+        await rolled_on(engines)
+        [request] = engine.requests
+        assert request["salt"] == str(request["held"]) == "1.3"
+        await engines.holding(Version(1, 3), 2)
+        assert [version.step for version, _ in engine.updates] == [1, 3], "the one between is skipped"
+        with pytest.raises(OrchestratorError, match=r"the engines hold 1.3 and did not get 1.4 within 0 s"):
+            await engines.holding(Version(1, 4), 0.05)
 
 
 async def rolled_on(engines):
@@ -118,13 +178,10 @@ async def rolled_on(engines):
 
 async def test_a_token_keeps_the_version_that_made_it():
     engine = FakeEngine(lambda prompt, rng: chat().answer(word_in(prompt)), token_delay=0.02)
-    engines = Engines([engine], 8, PullWeights())
-    await engines.ready(1)
-    updating = asyncio.create_task(engines.keep_current())
-    rolling = asyncio.create_task(rolled_on(engines))
-    await asyncio.sleep(0.05)
-    engines.aim(Version(1, 1), "source")
-    [sample] = (await rolling).samples
-    assert [span.version for span in sample.spans] == [Version(0, 0), Version(1, 1)]
-    assert sample.oldest() == Version(0, 0)
-    updating.cancel()
+    async with serving(engine) as engines:
+        rolling = asyncio.create_task(rolled_on(engines))
+        await asyncio.sleep(0.05)
+        engines.aim(Version(1, 1), "source")
+        [sample] = (await rolling).samples
+        assert [span.version for span in sample.spans] == [Version(0, 0), Version(1, 1)]
+        assert sample.oldest() == Version(0, 0)

@@ -1,0 +1,91 @@
+"""What an orchestrator does first: roll back with a new trainer, or go on where one was killed under its own.
+
+Killed in the middle of a step it left a batch that is sealed: the trainer has stepped on it, has it in hand
+or knows nothing of it. It may have left a step that metrics.jsonl lacks, and checkpoints that are cut and not
+complete.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from stackrl.runtime import checkpoints
+from stackrl.runtime.monitor.metrics import Sink
+from stackrl.runtime.monitor.records import Reader
+from stackrl.runtime.monitor.rollouts import RolloutLog
+from stackrl.runtime.orchestrator import journal as books
+from stackrl.runtime.orchestrator.chat import Chat
+from stackrl.runtime.orchestrator.groups import training_samples
+from stackrl.runtime.orchestrator.journal import Journal, SealedBatch
+from stackrl.runtime.orchestrator.saving import PART, Saving
+from stackrl.runtime.orchestrator.supervised import Drawing
+from stackrl.runtime.orchestrator.training import Training, Work
+from stackrl.runtime.run import RunFolder
+from stackrl.schemas.stack import Stack, settings_of
+
+
+class Start:
+    """How the orchestrator begins. ``checkpoint`` is where its trainer begins; None: at the very first step.
+
+    ``restarted``: under a trainer that is at work.
+    """
+
+    def __init__(self, run: RunFolder, stack: Stack) -> None:
+        self.incarnation = run.state().incarnation
+        self.checkpoint: Path | None = run.restore()
+        self.restarted = books.is_of(run.journal, self.incarnation)
+        self._run, self._stack = run, stack
+
+    @property
+    def index(self) -> int:
+        """The optimizer step at which this incarnation began."""
+        return checkpoints.index_of(self.checkpoint) if self.checkpoint else 0
+
+    def open_journal(self, sink: Sink, rollouts: RolloutLog) -> Journal:
+        """The run's journal, rolled back with the trainer.
+
+        What others show of the steps beyond is taken back first: were this process killed in between, the
+        next one would find the journal of another incarnation, and do it all again.
+        """
+        if self.restarted:
+            sink.event("orchestrator_resumed", incarnation=self.incarnation)
+        else:
+            self._take_back(sink, rollouts)
+        snapshot = self.checkpoint / PART / "journal.sqlite" if self.checkpoint else None
+        return Journal(self._run.journal, self.incarnation, snapshot)
+
+    def _take_back(self, sink: Sink, rollouts: RolloutLog) -> None:
+        damaged = checkpoints.set_aside(self._run.checkpoints(self._stack), self.index)
+        rollouts.forget_from(self.index)
+        if self.checkpoint is not None or self.incarnation > 1:
+            facts = {"from": str(self.checkpoint or ""), "index": self.index}
+            sink.event("resumed", **facts, damaged=[str(path) for path in damaged])
+
+
+async def take_up(
+    run: RunFolder, stack: Stack, chat: Chat, journal: Journal, training: Training, saving: Saving
+) -> None:
+    """Settle what an orchestrator that was killed left half done."""
+    last = journal.batch(training.index - 1)
+    if last is not None and training.index > _recorded(run):
+        await training.write_down_again(_work(last, stack, chat), last.step)
+    saving.take_up(training.index, training.is_saved(training.index))
+    if (sealed := journal.sealed()) is not None:
+        await training.settle(_work(sealed, stack, chat))
+
+
+def _recorded(run: RunFolder) -> int:
+    """Optimizer steps that metrics.jsonl tells of."""
+    reader = Reader(run)
+    reader.read()
+    return reader.history.done
+
+
+def _work(batch: SealedBatch, stack: Stack, chat: Chat) -> Work:
+    """The work of a batch as it was when it was sealed."""
+    stage = next(stage for stage in stack.stages if stage.name == batch.stage)
+    if stage.type == "supervised":
+        samples = Drawing(stage, stack, chat).work(batch.stage_step).samples
+    else:
+        samples = training_samples(batch.groups, settings_of(stack, stage).algorithm.advantage)
+    return Work(stage, batch.stage_step, samples, batch.groups, batch.record)
