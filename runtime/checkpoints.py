@@ -4,6 +4,7 @@
       trainer/            sharded weights and optimizer state, progress.json         (trainer)
       orchestrator/       snapshot of the journal                                    (orchestrator)
       manifest.json       name, size and SHA-256 of every file above, written last   (orchestrator)
+                          with index, incarnation and ranks of the trainer that wrote it
 
 A folder without a manifest was never finished; one whose files differ from it is damaged. Both are passed
 over in favour of the one before, and taken out of its way when the run goes on from there.
@@ -25,8 +26,9 @@ from typing import Any
 from stackrl.runtime.run import write_durably
 
 MANIFEST = "manifest.json"
-_FORMAT = 1
+_FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
+_DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")
 
 log = logging.getLogger(__name__)
 
@@ -42,7 +44,7 @@ def folder(path: Path, index: int) -> Path:
 
 def index_of(checkpoint: Path) -> int:
     """The optimizer step at which ``checkpoint`` resumes."""
-    return int(_NAME.fullmatch(checkpoint.name).group(1))
+    return int(_NAME.match(checkpoint.name).group(1))
 
 
 def write_manifest(checkpoint: Path, extra: dict[str, Any]) -> None:
@@ -57,28 +59,62 @@ def write_manifest(checkpoint: Path, extra: dict[str, Any]) -> None:
         }
         for file in _files(checkpoint)
     }
-    manifest = extra | {"format": _FORMAT, "files": files}
-    write_durably(checkpoint / MANIFEST, json.dumps(manifest, indent=1).encode())
+    for entry in [checkpoint.parent, checkpoint, *checkpoint.rglob("*")]:
+        if entry.is_dir():
+            sync_folder(entry)
+    store_manifest(checkpoint, extra | {"format": _FORMAT, "files": files})
 
 
-def verify(checkpoint: Path) -> dict[str, Any]:
-    """The manifest of a complete, undamaged checkpoint. Raises CheckpointError with the file at fault."""
-    try:
-        manifest = json.loads((checkpoint / MANIFEST).read_bytes())
-        listed = manifest["files"]
-    except FileNotFoundError:
-        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: it was never finished") from None
-    except (ValueError, TypeError, KeyError):
-        raise CheckpointError(f"{checkpoint / MANIFEST} is damaged") from None
-    if manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{checkpoint} has format {manifest.get('format')}, not {_FORMAT}")
-    for name, expected in listed.items():
+def store_manifest(checkpoint: Path, manifest: dict[str, Any]) -> None:
+    """Write ``manifest``, which may be a changed form of another one, with a hash of itself as seal."""
+    facts = {name: value for name, value in manifest.items() if name != "seal"}
+    sealed = facts | {"seal": _seal(facts)}
+    write_durably(checkpoint / MANIFEST, json.dumps(sealed, indent=1).encode())
+
+
+def verify(checkpoint: Path, *, contents: bool = True) -> dict[str, Any]:
+    """The manifest of a complete, undamaged checkpoint. Raises CheckpointError with the file at fault.
+
+    Without ``contents`` names and sizes alone are compared: for a rank that loads what was verified before.
+    A file that the manifest does not list does no harm.
+    """
+    manifest = _manifest(checkpoint)
+    for name, expected in manifest["files"].items():
         file = checkpoint / name
-        if not file.is_file():
-            raise CheckpointError(f"{file} is missing")
-        if file.stat().st_size != expected["bytes"] or _hash(file) != expected["sha256"]:
+        try:
+            size = file.stat().st_size if file.is_file() else None
+            if size is None:
+                raise CheckpointError(f"{file} is missing")
+            same = size == expected["bytes"] and (not contents or _hash(file) == expected["sha256"])
+        except OSError as error:
+            raise CheckpointError(f"{file} cannot be read: {error.strerror}") from error
+        if not same:
             raise CheckpointError(f"{file} is damaged: its content is not what {MANIFEST} lists")
     return manifest
+
+
+def _manifest(checkpoint: Path) -> dict[str, Any]:
+    """What ``checkpoint`` says of itself, as it was written."""
+    path = checkpoint / MANIFEST
+    try:
+        manifest = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise CheckpointError(f"{checkpoint} has no {MANIFEST}: it was never finished") from None
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
+    except ValueError:
+        raise CheckpointError(f"{path} is damaged: it is no JSON") from None
+    if not isinstance(manifest, dict) or manifest.pop("seal", "") != _seal(manifest):
+        raise CheckpointError(f"{path} is damaged: it is not what was written")
+    if manifest["format"] != _FORMAT:
+        raise CheckpointError(f"{checkpoint} has format {manifest['format']}, not {_FORMAT}")
+    if manifest.get("index", index_of(checkpoint)) != index_of(checkpoint):
+        raise CheckpointError(f"{path} is that of optimizer step {manifest['index']}, not of this folder")
+    return manifest
+
+
+def _seal(manifest: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
 
 
 def newest(path: Path) -> Path | None:
@@ -94,12 +130,12 @@ def newest(path: Path) -> Path | None:
 
 
 def prune(path: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints, and what was left unfinished before them."""
+    """Delete all but the ``keep`` newest complete checkpoints, and what is older: unfinished, damaged."""
     complete = [checkpoint for checkpoint in _all(path) if (checkpoint / MANIFEST).is_file()]
     if len(complete) < keep:
         return
     oldest_kept = complete[-keep]
-    for checkpoint in _all(path):
+    for checkpoint in [*_all(path), *_all(path, _DAMAGED_NAME)]:
         if index_of(checkpoint) < index_of(oldest_kept):
             _delete(checkpoint)
 
@@ -124,6 +160,15 @@ def set_aside(path: Path, index: int) -> list[Path]:
     return renamed
 
 
+def sync_folder(path: Path) -> None:
+    """Make what was created or renamed in ``path`` outlast a crash of the machine."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
 def _delete(checkpoint: Path) -> None:
     """Manifest first, so that half a folder never counts. Somebody else may delete it meanwhile."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
@@ -131,11 +176,11 @@ def _delete(checkpoint: Path) -> None:
         shutil.rmtree(checkpoint)
 
 
-def _all(path: Path) -> list[Path]:
-    """Every checkpoint folder, finished or not, oldest first."""
+def _all(path: Path, name: re.Pattern[str] = _NAME) -> list[Path]:
+    """Every checkpoint folder with such a name, finished or not, oldest first."""
     if not path.is_dir():
         return []
-    return sorted((entry for entry in path.iterdir() if _NAME.fullmatch(entry.name)), key=index_of)
+    return sorted((entry for entry in path.iterdir() if name.fullmatch(entry.name)), key=index_of)
 
 
 def _files(checkpoint: Path) -> Iterator[Path]:

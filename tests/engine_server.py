@@ -77,9 +77,9 @@ def engine_kind(item: pytest.Item) -> str:
 @contextlib.contextmanager
 def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
     """Run the program of an engine, as the node program does, and end it."""
-    from tiny_models import Versions, tiny_model
+    from tiny_models import Versions, tiny_config, tiny_model
 
-    model = tiny_model(kind)
+    model = tiny_model(tiny_config(kind))
     run, url = _make_run(folder)
     model.save_pretrained(run.model)
     log = folder / "engine.log"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -29,10 +30,24 @@ def test_a_manifest_lists_every_file_and_keeps_what_it_is_given(tmp_path: Path) 
     assert set(manifest["files"]) == {"trainer/data", "orchestrator/data"}
 
 
-def flip_a_byte(file: Path) -> None:
+def flip_a_byte(file: Path, place: int = 7) -> None:
     data = bytearray(file.read_bytes())
-    data[7] ^= 1
+    data[place] ^= 1
     file.write_bytes(data)
+
+
+def truncate(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def say(folder: Path, **facts: Any) -> None:
+    """Have another manifest, as whole as any."""
+    checkpoints.store_manifest(folder, checkpoints.verify(folder) | facts)
+
+
+def as_folder(file: Path) -> None:
+    file.unlink()
+    file.mkdir()
 
 
 @pytest.mark.parametrize(
@@ -44,6 +59,14 @@ def flip_a_byte(file: Path) -> None:
         (lambda folder: (folder / "manifest.json").unlink(), "was never finished"),
         (lambda folder: (folder / "manifest.json").write_text("{"), "manifest.json is damaged"),
         (lambda folder: (folder / "manifest.json").write_text("[]"), "manifest.json is damaged"),
+        (lambda folder: truncate(folder / "manifest.json"), "manifest.json is damaged"),
+        (lambda folder: flip_a_byte(folder / "manifest.json"), "manifest.json is damaged"),
+        (lambda folder: flip_a_byte(folder / "manifest.json", -1), "manifest.json is damaged"),
+        (lambda folder: flip_a_byte(folder / "manifest.json", 99), "manifest.json is damaged"),
+        (lambda folder: say(folder, index=11), "that of optimizer step 11"),
+        (lambda folder: say(folder, format=1), "has format 1, not 2"),
+        (lambda folder: as_folder(folder / "manifest.json"), "manifest.json cannot be read"),
+        (lambda folder: as_folder(folder / "trainer/data"), "trainer/data is missing"),
     ],
 )
 def test_a_damaged_one_is_refused_by_name_and_the_one_before_used(
@@ -59,6 +82,26 @@ def test_a_damaged_one_is_refused_by_name_and_the_one_before_used(
     assert "step-000010" in caplog.text and complaint in caplog.text
 
 
+def test_names_and_sizes_are_compared_without_reading_contents(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10)
+    assert checkpoints.verify(folder, contents=False) == checkpoints.verify(folder)
+    flip_a_byte(folder / "trainer/data")
+    checkpoints.verify(folder, contents=False)
+    truncate(folder / "trainer/data")
+    with pytest.raises(CheckpointError, match="trainer/data is damaged"):
+        checkpoints.verify(folder, contents=False)
+    (folder / "trainer/data").unlink()
+    with pytest.raises(CheckpointError, match="trainer/data is missing"):
+        checkpoints.verify(folder, contents=False)
+
+
+def test_a_file_that_is_not_listed_does_no_harm(tmp_path: Path) -> None:
+    folder = make(tmp_path, 10)
+    (folder / "trainer.partial").mkdir()
+    (folder / "trainer.partial/data").write_text("of another life")
+    assert checkpoints.newest(tmp_path) == folder
+
+
 def test_there_may_be_none(tmp_path: Path) -> None:
     assert checkpoints.newest(tmp_path / "nowhere") is None
     make(tmp_path, 1, finish=False)
@@ -69,6 +112,20 @@ def test_newest_goes_by_number_and_not_by_name(tmp_path: Path) -> None:
     make(tmp_path, 999_999)
     newest = make(tmp_path, 1_000_000)
     assert checkpoints.newest(tmp_path) == newest
+
+
+def test_pruning_deletes_damaged_ones_older_than_those_it_keeps(tmp_path: Path) -> None:
+    for index in (10, 20, 30, 40):
+        make(tmp_path, index)
+    for index in (10, 30):
+        flip_a_byte(checkpoints.folder(tmp_path, index) / "trainer/data")
+        checkpoints.folder(tmp_path, index).rename(tmp_path / f"step-{index:06d}.damaged")
+    checkpoints.prune(tmp_path, 2)
+    assert {entry.name for entry in tmp_path.iterdir()} == {
+        "step-000020",
+        "step-000030.damaged",
+        "step-000040",
+    }
 
 
 def names(path: Path) -> list[int]:

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch.nn.functional import log_softmax
 from transformers import (
+    AutoModelForCausalLM,
     DynamicCache,
+    LlamaConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
-    Qwen3ForCausalLM,
     Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 VOCABULARY = 264
+BYTES = 256
+"""Tokens below this are no special ones."""
 _SHAPE = dict(
     vocab_size=VOCABULARY,
     hidden_size=64,
@@ -33,12 +37,20 @@ _SHAPE = dict(
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
 
 
-def tiny_model(kind: str) -> PreTrainedModel:
-    """``qwen3``, ``qwen3-tied`` or ``qwen3-moe``, in float32."""
+def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
+    """Of ``qwen3``, ``qwen3-tied``, ``qwen3-moe`` or ``llama``, with ``changes`` in transformers' words."""
+    family, _, variant = kind.partition("-")
+    if family == "llama":
+        return LlamaConfig(**_SHAPE | {"head_dim": None} | changes)
+    if variant == "moe":
+        return Qwen3MoeConfig(**_SHAPE | _EXPERTS | changes)
+    return Qwen3Config(**_SHAPE | {"tie_word_embeddings": variant == "tied"} | changes)
+
+
+def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:
+    """With random weights, the same every time, in float32."""
     torch.manual_seed(0)
-    if kind == "qwen3-moe":
-        return Qwen3MoeForCausalLM(Qwen3MoeConfig(**_SHAPE, **_EXPERTS)).float().eval()
-    return Qwen3ForCausalLM(Qwen3Config(**_SHAPE, tie_word_embeddings=kind == "qwen3-tied")).float().eval()
+    return AutoModelForCausalLM.from_config(config).float().eval()
 
 
 class Versions:

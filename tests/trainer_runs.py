@@ -19,7 +19,7 @@ from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.packing import causal_cost
 from stackrl.runtime.run import Endpoints, RunFolder, State
 from stackrl.runtime.transport.batches import BatchServer
-from stackrl.runtime.transport.messages import Ack, Batch, Sample
+from stackrl.runtime.transport.messages import Ack, Batch, End, Sample
 from stackrl.schemas.stack import Stack
 
 TOKEN = "test-token"
@@ -122,15 +122,17 @@ def run_steps(
     *,
     first: int = 0,
     reason: str = "finished",
+    save: bool = False,
     look: Callable[[Ack], None] = lambda ack: None,
 ) -> list[Ack]:
     """Start ``ranks`` trainer processes on ``run`` and serve them ``steps``; returns the `applied` acks.
 
-    ``look`` is called with each of them while the trainer waits for the next batch.
+    ``look`` is called with each of them while the trainer waits for the next batch. ``save``: at the end the
+    trainer writes a checkpoint.
     """
     processes = [start_rank(run, rank, ranks) for rank in range(ranks)]
     try:
-        return asyncio.run(_serve(run, steps, first, reason, look, processes))
+        return asyncio.run(_serve(run, steps, first, End(reason=reason, save=save), look, processes))
     finally:
         for process in processes:
             process.kill()
@@ -154,7 +156,7 @@ async def _serve(
     run: RunFolder,
     steps: Sequence[list[Batch]],
     first: int,
-    reason: str,
+    end: End,
     look: Callable[[Ack], None],
     processes: Sequence[subprocess.Popen[bytes]],
 ) -> list[Ack]:
@@ -162,7 +164,7 @@ async def _serve(
     server = BatchServer(run.endpoints().orchestrator, TOKEN, incarnation=incarnation, index=first)
     await server.start()
     watch = asyncio.create_task(_alive(run, processes))
-    work = asyncio.create_task(_converse(run, server, steps, reason, look))
+    work = asyncio.create_task(_converse(run, server, steps, end, look))
     try:
         await asyncio.wait([watch, work], return_when=asyncio.FIRST_COMPLETED)
         if watch.done() and not work.done():
@@ -181,20 +183,23 @@ async def _converse(
     run: RunFolder,
     server: BatchServer,
     steps: Sequence[list[Batch]],
-    reason: str,
+    end: End,
     look: Callable[[Ack], None],
 ) -> list[Ack]:
     await server.hello(LIMIT)
     acks = []
     for batches in steps:
         await server.offer(batches)
-        acks.append(await server.applied(fetch=LIMIT, step=LIMIT))
+        await server.fetched(LIMIT)
+        acks.append(await server.applied(LIMIT))
         await asyncio.to_thread(look, acks[-1])
         if batches[0].checkpoint:
             await server.durable(batches[0].index, LIMIT)
             folder = checkpoints.folder(run.checkpoints(run.stack()), batches[0].index + 1)
             checkpoints.write_manifest(folder, {"index": batches[0].index + 1})
-    await server.end(reason, LIMIT)
+    await server.end(end.reason, LIMIT, save=end.save)
+    if end.save:
+        await server.durable(acks[-1].index, LIMIT)
     return acks
 
 

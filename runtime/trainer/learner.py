@@ -2,36 +2,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from stackrl.runtime.trainer import checkpoint, losses
-from stackrl.runtime.trainer.checkpoint import Progress
+from stackrl.runtime.trainer.checkpoint import Saver
+from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.optimizer import make_optimizer, rate
+from stackrl.runtime.trainer.parallelize import DTYPES, gathered
+from stackrl.runtime.trainer.protocol import Progress, Step
 from stackrl.runtime.trainer.step import AGAINST_ENGINE, Objective, train_step
-from stackrl.runtime.transport.messages import Batch
+from stackrl.runtime.transport.messages import Batch, Version
+from stackrl.runtime.transport.weights import Publisher
 from stackrl.schemas.stack import Stack, StageSettings, settings_of
 from stackrl.schemas.stages import RlStage, Stage
 
 
 class Learner:
-    """What one trainer rank trains. All ranks call the same methods together."""
+    """What one trainer rank trains, as the Learner of protocol.py: a sharded model."""
 
-    def __init__(self, stack: Stack, model: Decoder) -> None:
+    def __init__(self, stack: Stack, model: Decoder, publisher: Publisher | None = None) -> None:
+        """``publisher``: where rank 0 leaves weights for the engines; the other ranks have none."""
         self.model = model
         self.progress = Progress()
+        self.source = publisher.source if publisher else ""
+        self._publisher = publisher
+        self._dtype = stack.model.dtype
         self._stages = {stage.name: stage for stage in stack.stages}
         self._settings = {stage.name: settings_of(stack, stage) for stage in stack.stages}
         self._optimizer: torch.optim.Optimizer | None = None
+        self._saver = Saver(next(model.parameters()).device.type)
 
-    def apply(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step; returns its metrics."""
+    def apply(self, batch: Batch) -> Step:
         stage, settings = self._stages[batch.stage], self._settings[batch.stage]
         if batch.stage != self.progress.stage:
             self._optimizer = make_optimizer(self.model, settings.optimizer)
-        metrics = train_step(
+        step = train_step(
             self.model,
             self._optimizer,
             batch,
@@ -41,17 +51,47 @@ class Learner:
         )
         rl = isinstance(stage, RlStage)
         self.progress = Progress(index=batch.index + 1, step=batch.step + rl, stage=batch.stage)
-        return metrics if rl else {name: metrics[name] for name in metrics.keys() - AGAINST_ENGINE}
+        if rl:
+            return step
+        return replace(step, metrics={n: step.metrics[n] for n in step.metrics.keys() - AGAINST_ENGINE})
 
-    def save(self, folder: Path) -> None:
-        """Write the trainer's part of the checkpoint at ``folder``."""
-        checkpoint.save(folder, self.model, self._optimizer, self.progress)
+    def publish(self, version: Version) -> None:
+        """Give the engines the current weights, in the type that they compute in."""
+        tensors = gathered(self.model, DTYPES[self._dtype])
+        if self._publisher:
+            self._publisher.publish(version, tensors)
+        else:
+            _join_in(tensors)
 
-    def restore(self, folder: Path) -> None:
-        """Go on from the checkpoint at ``folder``."""
-        self.progress = checkpoint.stored_progress(folder)
+    def save(self, target: Path, files: Mapping[str, bytes], done: Callable[[], None]) -> None:
+        state = checkpoint.state_of(self.model, self._optimizer)
+        self._saver.begin(target, state, self.progress, files, done)
+
+    def settle(self) -> None:
+        self._saver.settle()
+
+    def restore(self, source: Path) -> None:
+        """Go on from the checkpoint at ``source``."""
+        self.progress = checkpoint.stored_progress(source)
         self._optimizer = make_optimizer(self.model, self._settings[self.progress.stage].optimizer)
-        checkpoint.load(folder, self.model, self._optimizer)
+        checkpoint.load(source, self.model, self._optimizer)
+
+    def export(self, source: Path, target: Path, *, write: bool) -> None:
+        """Leave the model at ``target`` as a Hugging Face folder with what else is in ``source``.
+
+        One rank has to ``write`` it, the others help.
+        """
+        tensors = gathered(self.model, DTYPES[self._dtype])
+        if write:
+            folder.export(tensors, source, target, self._dtype)
+        else:
+            _join_in(tensors)
+
+
+def _join_in(tensors: Iterable[object]) -> None:
+    """Take part in gathering what rank 0 keeps."""
+    for _ in tensors:
+        pass
 
 
 def _objective(stage: Stage, settings: StageSettings) -> Objective:

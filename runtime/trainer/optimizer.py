@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -56,6 +57,21 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
     if norm > limit:
         gradients = [_local(parameter.grad) for parameter in parameters if parameter.grad is not None]
         torch._foreach_mul_(gradients, limit / norm)
+
+
+def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
+    """Whether every weight is finite, on all ranks; the same answer on each.
+
+    A shard's largest absolute value is infinite or no number where one of its weights is: one pass over the
+    weights without a copy of them, and no sum that could overflow where they are merely large.
+    """
+    shards = [_local(parameter.detach()) for parameter in parameters]
+    largest = torch._foreach_norm([shard for shard in shards if shard.numel()], math.inf)
+    broken = torch.zeros((), device=shards[0].device)
+    if largest:
+        broken += (~torch.isfinite(torch.stack(largest))).any()
+    dist.all_reduce(broken)
+    return not broken
 
 
 def _local(tensor: Tensor) -> Tensor:

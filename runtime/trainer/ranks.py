@@ -76,6 +76,11 @@ def join(me: Rank, rendezvous: str, device: str) -> DeviceMesh:
     return init_device_mesh(device, (me.ranks,), mesh_dim_names=("shard",))
 
 
+def broke_off(error: RuntimeError) -> bool:
+    """Whether a collective failed because another rank went away or did not answer in time."""
+    return isinstance(error, dist.DistError) or "gloo/" in str(error)  # gloo has no type of its own
+
+
 def leave() -> None:
     """Part from the other ranks."""
     dist.destroy_process_group()

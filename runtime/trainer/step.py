@@ -18,7 +18,8 @@ from torch import Tensor
 from stackrl.runtime.trainer.losses import TokenLoss, TrainedTokens, token_weights
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.documents import Documents, layout
-from stackrl.runtime.trainer.optimizer import clip, global_norm
+from stackrl.runtime.trainer.optimizer import all_finite, clip, global_norm
+from stackrl.runtime.trainer.protocol import Step
 from stackrl.runtime.transport.messages import Batch, MicroBatch
 from stackrl.schemas.algorithm import Normalize
 
@@ -61,11 +62,12 @@ def train_step(
     *,
     rate: float,
     limit: float,
-) -> dict[str, float]:
+) -> Step:
     """Apply ``batch`` with learning rate ``rate``, its gradient clipped to ``limit``; all ranks together.
 
-    Returns the step's metrics, equal on all ranks; where one would not be finite it is left out. A gradient
-    that is not finite leaves weights and optimizer as they are, on every rank, and `skipped` says so.
+    A metric that would not be finite is left out. A gradient that is not finite leaves weights and optimizer
+    as they are, on every rank, and `skipped` is 1. Weights that are not finite all the same make
+    `weights_finite` 0.
     """
     totals = accumulate(model, batch, objective)
     norm = global_norm(model.parameters())
@@ -76,14 +78,21 @@ def train_step(
             group["lr"] = rate
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
-    metrics = {"gradient_norm": norm, "learning_rate": rate, "skipped": float(skipped)} | totals.metrics()
-    return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    metrics = {
+        "gradient_norm": norm,
+        "learning_rate": rate,
+        "skipped": float(skipped),
+        "weights_finite": float(all_finite(model.parameters())),
+        **totals.metrics(),
+    }
+    finite = {name: value for name, value in metrics.items() if math.isfinite(value)}
+    return Step(finite, totals.logprobs() if batch.report else None)
 
 
 def accumulate(model: Decoder, batch: Batch, objective: Objective) -> Totals:
     """Add the gradients of ``batch`` to the model's; the sums over all ranks of what was seen on the way."""
     device = next(model.parameters()).device
-    totals = Totals(device)
+    totals = Totals(device, keep_logprobs=batch.report)
     empty = prepare(_EMPTY, device)
     for number in range(_rounds(len(batch.micro_batches), device)):
         micro = prepare(batch.micro_batches[number], device) if number < len(batch.micro_batches) else empty
@@ -129,11 +138,14 @@ def prepare(micro: MicroBatch, device: torch.device) -> Prepared:
 
 
 class Totals:
-    """What is summed over the trained tokens of a step, for its metrics."""
+    """What is summed over the trained tokens of a step, for its metrics, and their logprobs."""
 
     _NAMES = ("loss", "entropy", "mismatch_kl", "capped", "tokens_trained", "tokens_packed")
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, *, keep_logprobs: bool = False) -> None:
+        """``keep_logprobs``: of this rank's trained tokens, for `logprobs`."""
+        self._keep_logprobs = keep_logprobs
+        self._logprobs: list[Tensor] = []
         self._sums = torch.zeros(len(self._NAMES), dtype=torch.float64, device=device)
         self._ratio_max = torch.zeros((), dtype=torch.float64, device=device)
 
@@ -142,6 +154,8 @@ class Totals:
     ) -> None:
         if not len(micro.chosen):
             return
+        if self._keep_logprobs:
+            self._logprobs.append(trained.logprobs.detach().float())
         log_ratios = trained.log_ratios().detach().double()
         ratios = log_ratios.exp()
         mismatch = (ratios - 1 - log_ratios).sum()
@@ -162,6 +176,10 @@ class Totals:
             metrics[mean] /= max(1.0, metrics["tokens_trained"])
         return metrics | {"ratio_max": float(self._ratio_max)}
 
+    def logprobs(self) -> np.ndarray:
+        """float32 [N]: of this rank's trained tokens, in the batch's order, as they went through the loss."""
+        return torch.cat([torch.empty(0), *(part.cpu() for part in self._logprobs)]).numpy()
+
 
 def _rounds(own: int, device: torch.device) -> int:
     """Micro-batches of the rank that has most: layers are gathered together, so all must run as many."""
@@ -177,4 +195,5 @@ _EMPTY = MicroBatch(
     logprobs=np.zeros(2, "<f4"),
     advantages=np.zeros(1, "<f4"),
     temperatures=np.ones(1, "<f4"),
+    documents=["demonstration"],
 )

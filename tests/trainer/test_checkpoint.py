@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from trainer_runs import make_batches, make_samples, make_stack
 
-from stackrl.runtime.trainer.checkpoint import Progress, stored_progress
+from stackrl.runtime.checkpoints import CheckpointError
+from stackrl.runtime.trainer import checkpoint
+from stackrl.runtime.trainer.checkpoint import stored_progress
 from stackrl.runtime.trainer.learner import Learner
 from stackrl.runtime.trainer.parallelize import build, gathered
+from stackrl.runtime.trainer.protocol import Progress
 from stackrl.runtime.transport.messages import Batch
 
 STACK = make_stack()
@@ -29,6 +34,12 @@ def batch(index: int) -> Batch:
     return make_batches(make_samples(8, seed=index), index=index, step=max(0, index - 2), **stage)[0]
 
 
+def save(trained: Learner, path: Path) -> None:
+    """And wait until it is on disk."""
+    trained.save(path, {}, lambda: None)
+    trained.settle()
+
+
 def weights(trained: Learner) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in gathered(trained.model, torch.float32)}
 
@@ -41,7 +52,7 @@ def test_a_restored_learner_goes_on_exactly(model: Path, mesh: DeviceMesh, tmp_p
     first = learner(model, mesh)
     for index in range(4):
         first.apply(batch(index))
-    first.save(tmp_path)
+    save(first, tmp_path)
     assert stored_progress(tmp_path) == first.progress == Progress(index=4, step=2, stage="main")
     saved = weights(first)
     went_on = [first.apply(batch(index)) for index in (4, 5)]
@@ -59,7 +70,7 @@ def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: DeviceMesh, tmp
     first = learner(model, mesh)
     first.apply(batch(0))
     first.apply(batch(1))
-    first.save(tmp_path)
+    save(first, tmp_path)
     went_on = first.apply(batch(2))
     steps = {float(state["step"]) for state in first._optimizer.state.values()}
     assert steps == {1.0}
@@ -72,14 +83,14 @@ def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: DeviceMesh, tmp
 
 def test_rates_follow_the_schedule_of_the_stage(model: Path, mesh: DeviceMesh) -> None:
     trained = learner(model, mesh)
-    rates = [trained.apply(batch(index))["learning_rate"] for index in range(6)]
+    rates = [trained.apply(batch(index)).metrics["learning_rate"] for index in range(6)]
     assert rates[:5] == [0.0005, 0.001, 0.0005, 0.001, 0.001]
     assert 0 < rates[5] < 0.001
 
 
 def test_demonstrations_are_not_compared_with_an_engine(model: Path, mesh: DeviceMesh) -> None:
     trained = learner(model, mesh)
-    supervised, rl = trained.apply(batch(1)), trained.apply(batch(2))
+    supervised, rl = trained.apply(batch(1)).metrics, trained.apply(batch(2)).metrics
     assert rl.keys() - supervised.keys() == {"mismatch_kl", "capped", "ratio_max"}
 
 
@@ -88,5 +99,112 @@ def test_a_second_save_replaces_an_unfinished_one(model: Path, mesh: DeviceMesh,
     (tmp_path / "trainer" / "__9_0.distcp").write_bytes(b"of more ranks")
     trained = learner(model, mesh)
     trained.apply(batch(0))
-    trained.save(tmp_path)
+    save(trained, tmp_path)
     assert not (tmp_path / "trainer" / "__9_0.distcp").exists()
+
+
+class Held:
+    """Keeps writers of weights from going on, and says that one has come."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.arrived, self.go = threading.Event(), threading.Event()
+        write = checkpoint.dcp.save
+
+        def late(*arguments, **options):
+            self.arrived.set()
+            assert self.go.wait(60)
+            return write(*arguments, **options)
+
+        monkeypatch.setattr(checkpoint.dcp, "save", late)
+
+
+def test_what_is_saved_is_of_the_moment_and_training_goes_on_meanwhile(
+    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, done = learner(model, mesh), threading.Event()
+    for index in range(3):
+        first.apply(batch(index))
+    before, progress = weights(first), first.progress
+    held = Held(monkeypatch)
+    first.save(tmp_path, {"ledger-0.jsonl": b"evidence"}, done.set)
+    assert held.arrived.wait(60)
+    went_on = [first.apply(batch(index)) for index in (3, 4)]
+    assert not done.is_set() and not (tmp_path / "trainer").exists()
+    held.go.set()
+    first.settle()
+    assert done.is_set() and (tmp_path / "trainer/ledger-0.jsonl").read_bytes() == b"evidence"
+    assert [entry.name for entry in tmp_path.iterdir()] == ["trainer"]
+
+    second = learner(model, mesh)
+    second.restore(tmp_path)
+    assert second.progress == progress and equal(weights(second), before)
+    assert [second.apply(batch(index)) for index in (3, 4)] == went_on
+
+
+def test_a_second_save_waits_for_the_first(
+    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained, finished = learner(model, mesh), []
+    trained.apply(batch(0))
+    held = Held(monkeypatch)
+    trained.save(tmp_path / "1", {}, lambda: finished.append(1))
+    trained.apply(batch(1))
+    threading.Timer(0.5, held.go.set).start()
+    trained.save(tmp_path / "2", {}, lambda: finished.append(2))
+    assert finished[:1] == [1]
+    trained.settle()
+    assert finished == [1, 2]
+    assert [stored_progress(tmp_path / name).index for name in "12"] == [1, 2]
+
+
+def test_the_limit_of_writing_names_rank_and_checkpoint(
+    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained = learner(model, mesh)
+    trained.apply(batch(0))
+    held = Held(monkeypatch)
+    trained.save(tmp_path, {}, lambda: None)
+    with pytest.raises(CheckpointError, match=f"trainer rank 0 did not finish writing {tmp_path} within 0 s"):
+        trained._saver.settle(limit=0.1)
+    held.go.set()
+    trained.settle()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_an_error_of_the_writer_is_raised_with_its_place(
+    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    trained, done = learner(model, mesh), threading.Event()
+    trained.apply(batch(0))
+    monkeypatch.setattr(checkpoint, "write_durably", full)
+    trained.save(tmp_path / "step-000001", {}, done.set)
+    with pytest.raises(CheckpointError, match=r"rank 0 cannot write .*step-000001: .*No space left"):
+        trained.settle()
+    assert not done.is_set() and not (tmp_path / "step-000001/trainer").exists()
+
+
+def test_random_states_are_those_of_the_moment(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    trained = learner(model, mesh)
+    trained.apply(batch(0))
+    torch.manual_seed(11)
+    save(trained, tmp_path)
+    drawn = torch.rand(3)
+    torch.manual_seed(12)
+    trained.restore(tmp_path)
+    assert torch.equal(torch.rand(3), drawn)
+
+
+def test_files_that_cannot_be_read_are_named(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+    trained = learner(model, mesh)
+    trained.apply(batch(0))
+    save(trained, tmp_path)
+    (shard,) = (tmp_path / "trainer").glob("*.distcp")
+    shard.write_bytes(shard.read_bytes()[:100])
+    with pytest.raises(CheckpointError, match=f"cannot load {tmp_path}/trainer: trainer rank 0"):
+        trained.restore(tmp_path)
+    (tmp_path / "trainer/.metadata").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=f"{tmp_path}/trainer cannot be read"):
+        trained.restore(tmp_path)

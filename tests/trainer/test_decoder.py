@@ -7,22 +7,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from tiny_models import BYTES, tiny_config, tiny_model
 
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.documents import layout
 from stackrl.runtime.trainer.models.families import FAMILIES, ModelError, shape_of
 
-SHAPE = dict(
-    vocab_size=97,
-    hidden_size=48,
-    intermediate_size=80,
-    num_hidden_layers=3,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    initializer_range=0.1,
-    max_position_embeddings=256,
-)
 LLAMA3 = {
     "rope_type": "llama3",
     "rope_theta": 500.0,
@@ -32,19 +22,17 @@ LLAMA3 = {
     "original_max_position_embeddings": 64,
 }
 CASES = {
-    "qwen3": Qwen3Config(**SHAPE, head_dim=16),
-    "qwen3, tied, biases": Qwen3Config(**SHAPE, head_dim=16, tie_word_embeddings=True, attention_bias=True),
-    "llama, tied": LlamaConfig(**SHAPE, tie_word_embeddings=True),
-    "llama, biases": LlamaConfig(**SHAPE, attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),
-    "llama, scaled rope": LlamaConfig(**SHAPE, rope_parameters=LLAMA3),
+    "qwen3": tiny_config("qwen3"),
+    "qwen3, tied, biases": tiny_config("qwen3-tied", attention_bias=True),
+    "llama, tied": tiny_config("llama", tie_word_embeddings=True),
+    "llama, biases": tiny_config("llama", attention_bias=True, mlp_bias=True, rms_norm_eps=1e-5),
+    "llama, scaled rope": tiny_config("llama", rope_parameters=LLAMA3),
 }
 LENGTHS = [9, 30, 2, 70, 17]
 
 
 def reference(config) -> torch.nn.Module:
-    torch.manual_seed(0)
-    kind = {"llama": LlamaForCausalLM, "qwen3": Qwen3ForCausalLM}[config.model_type]
-    model = kind(config).float()
+    model = tiny_model(config)
     with torch.no_grad():
         for parameter in model.parameters():  # norms of one and biases of zero would hide mistakes
             if parameter.ndim == 1:
@@ -62,7 +50,7 @@ def ours(config, model: torch.nn.Module, **options) -> Decoder:
 
 def documents() -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
-    return [torch.randint(97, (length,), generator=generator) for length in LENGTHS]
+    return [torch.randint(BYTES, (length,), generator=generator) for length in LENGTHS]
 
 
 def padded_logits(model: torch.nn.Module) -> list[torch.Tensor]:

@@ -7,27 +7,17 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, Qwen3Config
+from tiny_models import tiny_config
+from transformers import AutoModelForCausalLM
 
 from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.families import ModelError, shape_of
 from stackrl.runtime.trainer.models.sources import initialize
 
-CONFIG = Qwen3Config(
-    vocab_size=40,
-    hidden_size=16,
-    intermediate_size=24,
-    num_hidden_layers=2,
-    num_attention_heads=2,
-    num_key_value_heads=1,
-    head_dim=8,
-    architectures=["Qwen3ForCausalLM"],
-)
-
 
 def make(path: Path, tied: bool = False, seed: int = 0) -> Decoder:
-    config = Qwen3Config(**CONFIG.to_dict() | {"tie_word_embeddings": tied})
+    config = tiny_config("qwen3-tied" if tied else "qwen3", architectures=["Qwen3ForCausalLM"])
     config.save_pretrained(path)
     model = Decoder(shape_of(path))
     initialize(model, 0.1, seed)
@@ -89,7 +79,7 @@ FAULTS = {
     "unexpected": (lambda t: t.update({"model.extra": torch.ones(1)}), r"model\.extra is unexpected"),
     "misshapen": (
         lambda t: t.update({"model.norm.weight": torch.ones(3)}),
-        r"model\.norm\.weight is \[3\], expected \[16\]",
+        r"model\.norm\.weight is \[3\], expected \[64\]",
     ),
 }
 

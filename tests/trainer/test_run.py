@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import subprocess
 import sys
@@ -11,14 +12,28 @@ import pytest
 import torch
 from newest_weights import newest_version
 from torch.distributed.device_mesh import DeviceMesh
-from trainer_runs import TOKEN, free_port, logs, make_batches, make_run, make_samples, make_stack, run_steps
+from trainer_runs import (
+    LIMIT,
+    TOKEN,
+    free_port,
+    logs,
+    make_batches,
+    make_run,
+    make_samples,
+    make_stack,
+    run_steps,
+    start_rank,
+)
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.run import RunFolder, State
+from stackrl.runtime.trainer.checkpoint import stored_progress
 from stackrl.runtime.trainer.learner import Learner
+from stackrl.runtime.trainer.ledger import read_ledger
 from stackrl.runtime.trainer.models.prepare import prepare
 from stackrl.runtime.trainer.parallelize import build
+from stackrl.runtime.transport.batches import BatchServer
 from stackrl.runtime.transport.messages import Ack, Batch, Version
 from stackrl.runtime.transport.weights import receive
 
@@ -92,7 +107,7 @@ def test_resumed_on_fewer_and_more_ranks_and_past_a_damaged_checkpoint(
     run = new_run(tmp_path / "run")
     stack = run.stack()
     straight = Learner(stack, build(run.model, stack.trainer, "float32", mesh))
-    expected = [straight.apply(batch) for (batch,) in steps(0, 7, ranks=1)]
+    expected = [straight.apply(batch).metrics for (batch,) in steps(0, 7, ranks=1)]
 
     acks = run_steps(run, 2, steps(0, 3, ranks=2, save=(2,)), reason="stopped")
     assert not run.final.exists()
@@ -111,6 +126,56 @@ def test_resumed_on_fewer_and_more_ranks_and_past_a_damaged_checkpoint(
         for name in ("loss", "gradient_norm", "learning_rate", "entropy"):
             assert got.metrics[name] == pytest.approx(metrics[name], rel=1e-5), (index, name)
     assert run.final.exists()
+    lines = read_ledger(checkpoints.folder(run.checkpoints(stack), 4))
+    assert {(line["index"], line["incarnation"]) for line in lines} == {(0, 1), (1, 1), (2, 1), (3, 2)}
+
+
+def test_an_end_that_asks_for_it_leaves_a_checkpoint_of_that_very_step(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run_steps(run, 2, steps(0, 2, ranks=2), reason="stopped", save=True)
+    checkpoint = checkpoints.folder(run.checkpoints(run.stack()), 2)
+    assert stored_progress(checkpoint).index == 2
+    assert {line["index"] for line in read_ledger(checkpoint)} == {0, 1}
+    assert not run.final.exists()
+
+
+def test_a_checkpoint_that_cannot_be_written_ends_the_trainer(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    run.checkpoints(run.stack()).write_text("not a folder")
+    with pytest.raises(AssertionError, match="a trainer rank failed"):
+        run_steps(run, 1, steps(0, 2, ranks=1, save=(0,)), reason="stopped")
+    last = logs(run).splitlines()[-1]
+    assert last.startswith("error: trainer rank 0 cannot write ") and "step-000001" in last
+
+
+def test_a_rank_that_loses_another_says_where_and_at_what(tmp_path: Path) -> None:
+    run = new_run(tmp_path / "run")
+    processes = [start_rank(run, rank, 2) for rank in range(2)]
+    try:
+        asyncio.run(lose_the_second(run, processes))
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait()
+    last = (run.path / "trainer-0.log").read_text().splitlines()[-1]
+    assert last.startswith("error: trainer rank 0 of 2 lost another rank"), last
+    assert run.endpoints().rendezvous in last and "at: step 1;" in last
+
+
+async def lose_the_second(run: RunFolder, processes: list[subprocess.Popen[bytes]]) -> None:
+    """Rank 0 steps on a batch that rank 1 does not live to see."""
+    server = BatchServer(run.endpoints().orchestrator, TOKEN, incarnation=1, index=0)
+    await server.start()
+    try:
+        await server.hello(LIMIT)
+        first, second = steps(0, 2, ranks=2)
+        await server.offer(first)
+        await server.applied(LIMIT)
+        processes[1].kill()
+        await server.offer(second)
+        assert await asyncio.to_thread(processes[0].wait, LIMIT) == 1
+    finally:
+        await server.close()
 
 
 def test_a_role_that_fails_says_why_in_its_last_line(tmp_path: Path) -> None:
@@ -119,7 +184,7 @@ def test_a_role_that_fails_says_why_in_its_last_line(tmp_path: Path) -> None:
     environment = os.environ | {"STACKRL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "stackrl.runtime.trainer", str(run.path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200)
-    assert done.returncode == 1
+    assert done.returncode == 2  # trying again does not help
     last = done.stderr.splitlines()[-1]
     assert last.startswith("error: ") and "config.json" in last
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from trainer_ranks import MAX_TOKENS, OBJECTIVES, Case, outcome, outcomes
 from trainer_runs import make_batches, make_samples
 
 from stackrl.runtime.trainer.losses import TrainedTokens
-from stackrl.runtime.trainer.optimizer import make_optimizer
+from stackrl.runtime.trainer.optimizer import all_finite, make_optimizer
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.step import accumulate, prepare, train_step
 from stackrl.runtime.transport.messages import Sample
@@ -104,7 +105,9 @@ def train(model: Path, mesh: DeviceMesh, *batches) -> tuple[list[dict[str, float
     decoder = build(model, Trainer(), "float32", mesh)
     optimizer = make_optimizer(decoder, AdamW())
     objective = OBJECTIVES["aipo, token"]
-    metrics = [train_step(decoder, optimizer, batch, objective, rate=1e-3, limit=1.0) for batch in batches]
+    metrics = [
+        train_step(decoder, optimizer, batch, objective, rate=1e-3, limit=1.0).metrics for batch in batches
+    ]
     return metrics, {name: tensor.clone() for name, tensor in gathered(decoder, torch.float32)}
 
 
@@ -117,9 +120,47 @@ def test_a_gradient_that_is_not_finite_is_skipped_and_leaves_no_trace(model: Pat
     metrics, weights = train(model, mesh, good, bad, next_good)
     expected_metrics, expected = train(model, mesh, good, next_good)
     assert [m["skipped"] for m in metrics] == [0.0, 1.0, 0.0]
+    assert [m["weights_finite"] for m in metrics] == [1.0, 1.0, 1.0]
     assert "gradient_norm" not in metrics[1] and "loss" not in metrics[1]
     assert metrics[2] == expected_metrics[1]
     assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+def test_one_weight_that_is_not_finite_is_seen(model: Path, mesh: DeviceMesh, poison: float) -> None:
+    decoder = build(model, Trainer(), "float32", mesh)
+    assert all_finite(decoder.parameters())
+    with torch.no_grad():
+        largest = decoder.model.layers[1].mlp.down_proj.weight.to_local()
+        largest[3, 5] = 3e38  # large, but its square is no number
+        assert all_finite(decoder.parameters())
+        largest[3, 5] = poison
+    assert not all_finite(decoder.parameters())
+    (batch,) = make_batches(make_samples(4, seed=5))
+    objective = OBJECTIVES["aipo, token"]
+    step = train_step(decoder, make_optimizer(decoder, AdamW()), batch, objective, rate=1e-3, limit=1.0)
+    assert step.metrics["weights_finite"] == 0.0
+
+
+def test_a_report_holds_the_logprobs_that_the_step_trained_on(model: Path, mesh: DeviceMesh) -> None:
+    silent = changed(
+        make_samples(1, seed=6)[0], loss_mask=np.zeros_like(make_samples(1, seed=6)[0].loss_mask)
+    )
+    (batch,) = make_batches([*make_samples(12, seed=5), silent], capacity=100, report=True)
+    decoder = build(model, Trainer(), "float32", mesh)
+    expected = []
+    for micro in batch.micro_batches:
+        prepared = prepare(micro, torch.device("cpu"))
+        with torch.no_grad():
+            expected.append(
+                decoder(prepared.tokens, prepared.layout, prepared.chosen, prepared.temperatures)[0]
+            )
+    objective, optimizer = OBJECTIVES["aipo, token"], make_optimizer(decoder, AdamW())
+    step = train_step(decoder, optimizer, batch, objective, rate=1e-3, limit=1.0)
+    assert len(batch.micro_batches) > 2 and step.logprobs.dtype == np.float32
+    np.testing.assert_allclose(step.logprobs, torch.cat(expected).numpy(), rtol=0, atol=1e-6)
+    (quiet,) = make_batches(make_samples(12, seed=5))
+    assert train_step(decoder, optimizer, quiet, objective, rate=1e-3, limit=1.0).logprobs is None
 
 
 def test_metrics_are_those_of_the_trained_tokens(model: Path, mesh: DeviceMesh) -> None:
