@@ -7,6 +7,12 @@ from collections.abc import Sequence
 from typing import TextIO
 
 _COLOURS = (36, 33, 32, 35, 34, 96, 93, 92, 95, 94)
+_NOISE = re.compile(
+    r"nanobind: | - leaked (instance|type|keep_alive|function)|^ - \.\.\. skipped remainder"
+    r"|See https://nanobind\.readthedocs|resource_tracker"
+    r"|\[rank\d+\]:\[W.*(destroy_process_group|TCPStore|HeartbeatMonitor)|^\s*warnings\.warn\("
+)
+"""What libraries write while a process ends; it never says why."""
 _CONTROL_SEQUENCE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
@@ -35,3 +41,8 @@ def duration(seconds: float) -> str:
     minutes, seconds = divmod(round(max(seconds, 0)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"
+
+
+def is_noise(line: str) -> bool:
+    """Whether a line of a log tells nothing of what a process did: blank, or a library's parting words."""
+    return not line.strip() or _NOISE.search(line) is not None

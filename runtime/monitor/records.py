@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -10,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from stackrl.runtime.monitor.doings import Doing, read_doings
 from stackrl.runtime.run import RunFolder, State
 from stackrl.schemas.stack import Stack
 
@@ -35,7 +37,15 @@ class Tail:
         except FileNotFoundError:
             return []
         self._offset += len(whole) + len(newline)
-        return [json.loads(line) for line in whole.splitlines() if line.strip()]
+        return [record for line in whole.splitlines() if (record := _record(line)) is not None]
+
+
+def _record(line: bytes) -> Record | None:
+    """None for a line that a full disk or a killed process has cut short, behind which others may follow."""
+    try:
+        return json.loads(line)
+    except ValueError:
+        return None
 
 
 @dataclass
@@ -50,17 +60,29 @@ class History:
     """The newest records of events.jsonl."""
     evaluations: dict[str, dict[str, Record]] = field(default_factory=dict)
     """Stage → `before`, `after` … → the event."""
+    restarts: int = 0
+    """How often processes had to be started again; those that were started together count once."""
+    doings: dict[str, Doing] = field(default_factory=dict)
+    """What the processes say they are doing now."""
 
     def add(self, steps: Iterable[Record], events: Iterable[Record] = ()) -> None:
-        """Append records. A resumed run repeats the steps behind its checkpoint; the newer ones count."""
+        """Append records. A run that goes on from a checkpoint takes the steps behind it again: what was
+        there before is forgotten, also while there is nothing new yet."""
         for record in steps:
-            while self.steps and self.steps[-1]["index"] >= record["index"]:
-                self.steps.pop()
+            self._forget(record["index"])
             self.steps.append(record)
         for event in events:
+            if event["event"] == "resumed":
+                self._forget(event["index"], event["time"])
             self.events.append(event)
+            self.restarts += event["event"] == "restarted"
             if event["event"] == "evaluated":
                 self.evaluations.setdefault(event["stage"], {})[event["when"]] = event
+
+    def _forget(self, index: int, before: float = math.inf) -> None:
+        """Leave out the steps from ``index`` on that were recorded ``before`` that time."""
+        while self.steps and self.steps[-1]["index"] >= index and self.steps[-1]["time"] <= before:
+            self.steps.pop()
 
     @property
     def total(self) -> int:
@@ -128,7 +150,23 @@ class Reader:
 
     def read(self) -> tuple[list[Record], list[Record]]:
         """Take in what is new, and return it: steps and events."""
-        steps, events = self._metrics.read(), self._events.read()
+        steps, events = self._metrics.read(), _merged(self._events.read())
         self.history.state = self._run.state()
+        self.history.doings = read_doings(self._run.heartbeats)
         self.history.add(steps, events)
         return steps, events
+
+
+def _merged(events: Iterable[Record]) -> list[Record]:
+    """Restarts of several processes for one reason as one event, whose `process` names them all."""
+    merged: list[Record] = []
+    for event in events:
+        if merged and event["event"] == merged[-1]["event"] == "restarted" and _together(merged[-1], event):
+            merged[-1] = merged[-1] | {"process": f"{merged[-1]['process']}, {event['process']}"}
+        else:
+            merged.append(event)
+    return merged
+
+
+def _together(one: Record, other: Record) -> bool:
+    return all(one.get(key) == other.get(key) for key in ("reason", "count", "incarnation"))

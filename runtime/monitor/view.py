@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stackrl.runtime.monitor.doings import grouped
 from stackrl.runtime.monitor.figures import count, curve, number, share
 from stackrl.runtime.monitor.lines import duration, printable
 from stackrl.runtime.monitor.records import History, Reader, Record
@@ -40,8 +41,12 @@ def follow(run: RunFolder, goes_on: Callable[[], bool], console: Console, since:
 
 def _redraw(reader: Reader, goes_on: Callable[[], bool], console: Console) -> None:
     with Live(console=console, auto_refresh=False, transient=False) as live:
+        size = console.size
         for _ in _readings(goes_on):
             reader.read()
+            if console.size != size:  # the lines of the last screen may have been broken anew
+                size = console.size
+                console.clear()
             live.update(render(reader.history, time.time(), console.width), refresh=True)
 
 
@@ -104,16 +109,18 @@ def render(history: History, now: float, width: int) -> RenderableType:
     if history.steps:
         parts += [*_curve(history, width), Text(), _facts(history)]
     else:
-        parts += [_roles(history)]
+        parts += [Text("waiting for the first step", style="dim")]
+    parts += _roles(history)
     if events := [(event["time"], text) for event in history.events if (text := told(event))]:
         parts.append(Text())
         parts += [_event(at, text) for at, text in events[-_SHOWN_EVENTS:]]
     state = history.state
     elapsed = duration((state.ended or now) - state.began) if state.began else "0:00"
     attempt = f" · attempt {state.attempt}" if state.attempt > 1 else ""
+    restarts = f" · {history.restarts} restart{'s' * (history.restarts > 1)}" if history.restarts else ""
     return Panel(
         Group(*parts),
-        title=f"[bold]{history.run}[/] · {state.status}{attempt} · {elapsed}",
+        title=f"[bold]{history.run}[/] · {state.status}{attempt}{restarts} · {elapsed}",
         title_align="left",
         border_style={"failed": "red", "finished": "green", "stopped": "yellow"}.get(state.status, "cyan"),
         padding=(0, 1),
@@ -210,9 +217,14 @@ def waits(history: History) -> list[str]:
     return found
 
 
-def _roles(history: History) -> RenderableType:
-    roles = "   ".join(f"{name} {how}" for name, how in history.state.roles.items())
-    return Text(f"waiting for the first step   {roles}", style="dim")
+def _roles(history: History) -> list[RenderableType]:
+    """What each process does, while there is anything to tell: before the first step, where one does not
+    run, and wherever they say it themselves."""
+    states = history.state.roles
+    ended = history.state.ended is not None
+    if ended or (history.steps and not history.doings and set(states.values()) <= {"running", "done"}):
+        return []
+    return [Text(phrase, style="dim") for phrase in grouped(states, history.doings)]
 
 
 def _event(at: float, text: str) -> Text:
@@ -230,6 +242,11 @@ def told(event: Record) -> str:
         return (
             f"stage {event['stage']} begins at step {event['step'] + 1} of {event['steps']} ({event['kind']})"
         )
+    if name == "restarted":
+        times = f" ({event['count']} in a row)" if event["count"] > 1 else ""
+        return printable(f"{event['process']} started again{times}: {event['reason']}")
+    if name == "stopping":
+        return printable(f"stopping: {event['reason']}{'; a checkpoint is made first' * event['saves']}")
     if name == "engines_awaited":
         return "waiting for the engines to start"
     if name == "resumed":

@@ -11,6 +11,7 @@ import pytest
 from fake_roles import make_run, stack
 from rich.console import Console
 
+from stackrl.runtime.monitor.doings import Doing, read_doings
 from stackrl.runtime.monitor.figures import count, curve, number, resampled
 from stackrl.runtime.monitor.records import History, Reader, Tail
 from stackrl.runtime.monitor.view import follow, plain, render, told, told_change
@@ -265,3 +266,63 @@ def test_a_dumb_terminal_gets_plain_lines(tmp_path: Path, monkeypatch: pytest.Mo
     screen = io.StringIO()
     follow(run, lambda: False, Console(file=screen, force_terminal=True, width=WIDTH))
     assert "warmup 1/20" in screen.getvalue() and "╭" not in screen.getvalue()
+
+
+def test_what_processes_do_is_shown_and_those_that_do_the_same_are_counted() -> None:
+    shown = history(reinforced(0))
+    ranks = {f"trainer-{rank}": "running" for rank in range(8)}
+    shown.state.roles = {"engine-0": "restarting (2 of 5)", "orchestrator": "running", **ranks}
+    waits = Doing("waiting for rollouts of step 3", BEGAN)
+    shown.doings = {"orchestrator": waits, **{rank: Doing("waiting for batch 3", BEGAN) for rank in ranks}}
+    text = screen(shown)
+    for phrase in (
+        "engine-0 restarting (2 of 5)",
+        "orchestrator waiting for rollouts of step 3",
+        "trainer ×8 waiting for batch 3",
+    ):
+        assert f"│ {phrase} " in text
+
+
+def test_the_heartbeat_that_spoke_last_speaks_for_its_process(tmp_path: Path) -> None:
+    for name, doing, since in (
+        ("engine-0.11", "starting", 9.0),
+        ("engine-0.12", "loading", 5.0),
+        ("trainer-0.13", "step 3", 1.0),
+    ):
+        (tmp_path / name).write_text(json.dumps({"doing": doing, "since": since}))
+    (tmp_path / "trainer-1.14").write_text('{"doing": ')
+    assert read_doings(tmp_path) == {"engine-0": Doing("loading", 5.0), "trainer-0": Doing("step 3", 1.0)}
+
+
+def test_processes_that_were_restarted_together_are_one_event(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STACKRL_HOME", str(tmp_path))
+    run = make_run()
+    why = {"event": "restarted", "reason": "trainer-1 was killed by SIGKILL", "count": 2, "incarnation": 3}
+    names = ("trainer-0", "trainer-1", "orchestrator")
+    events = [{"time": BEGAN + n, "process": name, **why} for n, name in enumerate(names)]
+    events.append({**events[-1], "process": "engine-0", "reason": "engine-0 was killed", "count": 1})
+    run.events.write_text("".join(json.dumps(event) + "\n" for event in events))
+    reader = Reader(run)
+    _, [together, alone] = reader.read()
+    assert told(together) == (
+        "trainer-0, trainer-1, orchestrator started again (2 in a row): trainer-1 was killed by SIGKILL"
+    )
+    assert told(alone) == "engine-0 started again: engine-0 was killed"
+    assert reader.history.restarts == 2 and "· 2 restarts ·" in screen(reader.history)
+
+
+def test_steps_behind_the_checkpoint_are_forgotten_when_a_run_goes_on_from_it() -> None:
+    shown = history(*(reinforced(step) for step in range(6)))
+    resumed = {"event": "resumed", "from": "c", "index": 22, "damaged": [], "time": BEGAN + 40}
+    shown.add([], [resumed])
+    assert [record["index"] for record in shown.steps] == [20, 21]
+    shown.add([reinforced(2) | {"time": BEGAN + 50}], [resumed])
+    assert [record["index"] for record in shown.steps] == [20, 21, 22]
+
+
+def test_a_line_that_was_cut_short_hides_no_other(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    file.write_text('{"index": 0}\n{"ind\n{"index": 1}\n{"index"')
+    assert Tail(file).read() == [{"index": 0}, {"index": 1}]
