@@ -96,6 +96,10 @@ def _launch(given: argparse.Namespace) -> int:
     from stackrl.runtime.run import RunError
     from stackrl.schemas.loader import load
 
+    if given.resume and given.origin:
+        raise RunError(
+            "a run is resumed or forked: use --resume RUN to go on with it, or --from RUN@STEP for a new one"
+        )
     if given.resume and given.set and not given.file:
         changes = " ".join(f"--set {shlex.quote(change)}" for change in given.set)
         raise RunError(
@@ -103,7 +107,9 @@ def _launch(given: argparse.Namespace) -> int:
             f"type `stackrl launch FILE --resume {given.resume} {changes}`"
         )
     source = load(given.file, given.set) if given.file else None
-    return local.launch(source, detach=given.detach, resume=given.resume)
+    return local.launch(
+        source, detach=given.detach, resume=given.resume, origin=given.origin, changes=given.set
+    )
 
 
 def _status(given: argparse.Namespace) -> int:
@@ -116,6 +122,36 @@ def _logs(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import runs
 
     return runs.logs(given.run, given.role, given.follow, given.attempt, given.lines)
+
+
+def _watch(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import runs
+
+    return runs.watch(given.run)
+
+
+def _audit(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import audit
+
+    return audit.show(given.run, given.output)
+
+
+def _ports(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import sockets
+
+    return sockets.show(given.run, given.output)
+
+
+def _report(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import reporting
+
+    return reporting.report(given.run, given.output)
+
+
+def _diff(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import difference
+
+    return difference.diff(given.left, given.right, given.output)
 
 
 def _down(given: argparse.Namespace) -> int:
@@ -205,6 +241,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     launch.add_argument("-d", "--detach", action="store_true", help="return once it has started")
     launch.add_argument("--resume", metavar="RUN", help="go on with a run that ended early")
+    launch.add_argument(
+        "--from",
+        dest="origin",
+        metavar="RUN@STEP",
+        help="begin a new run at a checkpoint of another one: RUN@50, RUN@latest",
+    )
     _sets(launch)
 
     status = verb("status", _status, "show all runs, or one")
@@ -219,6 +261,28 @@ def _parser() -> argparse.ArgumentParser:
     logs.add_argument(
         "-n", "--lines", type=_natural, default=50, help="last lines of each (default: %(default)s)"
     )
+
+    watch = verb("watch", _watch, "show a run live; Ctrl-C leaves it running")
+    watch.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)
+
+    audit = verb("audit", _audit, "prove from a run's books that nothing was lost or trained twice")
+    audit.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)
+    _output(audit, "text", "json")
+
+    report = verb("report", _report, "write a run's report, an HTML file that needs nothing else")
+    report.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)
+    report.add_argument(
+        "-o", "--output", metavar="FILE", help="where to (default: report.html in its folder)"
+    )
+
+    ports = verb("ports", _ports, "list the ports that a run listens on, and what protects them")
+    ports.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)
+    _output(ports, "text", "json")
+
+    diff = verb("diff", _diff, "show in what two runs differ")
+    diff.add_argument("left", metavar="RUN", help=_RUN_HELP)
+    diff.add_argument("right", metavar="RUN", help=_RUN_HELP)
+    _output(diff, "table", "json")
 
     down = verb("down", _down, "end a run and everything it started")
     down.add_argument("run", metavar="RUN", help=_RUN_HELP)

@@ -146,6 +146,12 @@ def test_schema(cli):
         (["logs", "nobody"], "stackrl launch"),
         (["status", "nobody"], "stackrl launch"),
         (["launch", "--resume", "nobody"], "stackrl launch"),
+        (["launch", "--resume", "nobody", "--from", "nobody@3"], "resumed or forked"),
+        (["audit", "nobody"], "stackrl launch"),
+        (["watch", "nobody"], "stackrl launch"),
+        (["ports", "nobody"], "stackrl launch"),
+        (["report", "nobody"], "stackrl launch"),
+        (["diff", "nobody", "latest"], "stackrl launch"),
     ],
 )
 def test_bad_usage_is_2_and_says_what_to_do(cli, arguments, words):

@@ -7,16 +7,18 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 
 from rich.console import Console
 
 from stackrl.runtime.launch.admit import admit
-from stackrl.runtime.launch.resume import refuse_changes
+from stackrl.runtime.launch.again import environment_of, go_on, recreate, refuse_running
+from stackrl.runtime.launch.fork import fork
 from stackrl.runtime.launch.runs import explain, last_lines
 from stackrl.runtime.monitor.records import History
 from stackrl.runtime.monitor.view import follow, told_change
-from stackrl.runtime.processes import GUARD_LIMIT
 from stackrl.runtime.run import RunError, RunFolder, create_run, find_run, new_token, open_private
+from stackrl.runtime.stopping import longest_end
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.problems import StackError
 from stackrl.schemas.support import unsupported_here
@@ -25,44 +27,53 @@ START_LIMIT = 60.0
 """Seconds until a node program has taken its run."""
 
 
-def launch(source: LoadedStack | None, *, detach: bool, resume: str | None) -> int:
-    """Start or resume a run. 0: finished (or, detached, started); 1: failed or ended; 130: Ctrl-C.
+def launch(
+    source: LoadedStack | None,
+    *,
+    detach: bool,
+    resume: str | None,
+    origin: str | None = None,
+    changes: Sequence[str] = (),
+) -> int:
+    """Start, resume or fork a run. 0: finished (or, detached, started); 1: failed or ended; 130: Ctrl-C.
 
     A resumed run goes on with ``source`` where one is given (other counts of processes, say), else with the
-    stack it has. Raises StackError where this machine, or the run, cannot go on with ``source``, and RunError
-    where there is no such run or it is not to be resumed.
+    stack it has. ``origin``, RUN@STEP, is the checkpoint of another run at which a new one begins; without
+    ``source`` it has that run's stack with ``changes``. Raises StackError where this machine, or the run,
+    cannot go on with ``source``, and RunError where there is no such run or it is not to be resumed.
     """
     new_token()  # a bad one in the environment is told here, not in a log
     if source is not None and (problems := unsupported_here(source.task)):
         raise StackError(source.locate(problems))
     if resume is not None:
-        run = _resumed(find_run(resume), source)
+        run = _resumed(resume, source)
+    elif origin is not None:
+        run = fork(origin, source, changes)
     elif source is not None:
-        run = create_run(source.name, source.path, source.hash, *admit(source), _environment(source))
+        run = create_run(source.name, source.path, source.hash, *admit(source), environment_of(source))
     else:
-        raise RunError("nothing to launch: name a stack file, or a run with `--resume RUN`")
+        raise RunError(
+            "nothing to launch: name a stack file, or a run with `--resume RUN` or `--from RUN@STEP`"
+        )
     attempt, now = run.state().attempt, time.time()
     node = _start_node(run)
     return _let_go(run, node, attempt) if detach else _accompany(run, node, attempt, now)
 
 
-def _resumed(run: RunFolder, source: LoadedStack | None) -> RunFolder:
-    if run.keeper() is not None:
-        raise RunError(f"run {run.id} is running; end it first with `stackrl down {run.id}`")
+def _resumed(name: str, source: LoadedStack | None) -> RunFolder:
+    """The run called ``name``, ready to go on; where its folder is gone, made anew from its checkpoints."""
+    try:
+        run = find_run(name)
+    except RunError:
+        run = source and recreate(name, source, environment=environment_of(source))
+        if run is None:
+            raise
+        print(f"run {run.id} goes on from its checkpoints; its folder was gone", file=sys.stderr)
+        return run
+    refuse_running(run)
     if run.state().status == "finished":
         raise RunError(f"run {run.id} is finished; its model is in {run.final}")
-    if source is not None:
-        stack, plan = admit(source)
-        refuse_changes(run, source, stack)
-        run.write_source(source.path, source.hash, _environment(source))
-        run.write_plan(stack, plan)
-    return run
-
-
-def _environment(source: LoadedStack) -> dict[str, str]:
-    """The task's `envs`, which SkyPilot would bring; null takes what this process has."""
-    envs = source.task.get("envs") or {}
-    return {name: str(value) for name, value in envs.items() if value is not None}
+    return go_on(run, source, environment=environment_of(source)) if source is not None else run
 
 
 def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
@@ -92,7 +103,7 @@ def _let_go(run: RunFolder, node: subprocess.Popen[bytes], attempt: int) -> int:
             time.sleep(0.05)
     except KeyboardInterrupt:
         node.send_signal(signal.SIGINT)  # Ctrl-C does not reach it, for it has its own session
-        node.wait(GUARD_LIMIT + 30)
+        node.wait(longest_end(run) + 30)
         raise
     print(run.id)
     print(explain(run), file=sys.stderr)

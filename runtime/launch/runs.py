@@ -1,22 +1,29 @@
-"""The verbs for runs that exist: `status`, `logs`, `down`; and what a run's end is told as."""
+"""The verbs for runs that exist: `status`, `logs`, `watch`, `down`; and what a run's end is told as."""
 
 from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import sys
 import time
-from collections import deque
+from collections import Counter, deque
 from pathlib import Path
 from typing import Any
 
-from stackrl.runtime.monitor.lines import Prefixed, duration, printable
-from stackrl.runtime.processes import GUARD_LIMIT, send
+from stackrl.runtime.monitor.doings import read_doings
+from stackrl.runtime.monitor.lines import Prefixed, duration, is_noise, printable
+from stackrl.runtime.processes import send
 from stackrl.runtime.run import RunError, RunFolder, all_runs, find_run, runs_home
+from stackrl.runtime.stopping import longest_end
 
 _POLL_SECONDS = 0.3
 _LAST_LINES = 12
+_LOOKED_THROUGH = 400
+"""Last lines of a log among which those that say something are looked for."""
+_STACKS = re.compile(r"(Current thread|Thread) 0x[0-9a-f]+ .*\(most recent call first\)")
+"""How Python begins to write the stacks of a process's threads."""
 
 
 def status(run: str | None, output: str) -> int:
@@ -64,14 +71,32 @@ def down(run: str) -> int:
     if (pid := found.keeper()) is None:
         print(f"run {found.id} is not running ({status_of(found)})", file=sys.stderr)
         return 0
-    print(f"ending run {found.id}", file=sys.stderr)
+    print(
+        f"ending run {found.id}, which saves first what it has learnt; `stackrl down` again ends it at once",
+        file=sys.stderr,
+    )
     send(pid, signal.SIGTERM)
-    if not wait_until_ended(found, GUARD_LIMIT + 30):
-        raise RunError(
-            f"run {found.id} did not end within {GUARD_LIMIT + 30:.0f} s; its node program is process {pid}"
-        )
+    limit = longest_end(found) + 30
+    if not wait_until_ended(found, limit):
+        raise RunError(f"run {found.id} did not end within {limit:.0f} s; its node program is process {pid}")
     print(explain(found), file=sys.stderr)
     return 0
+
+
+def watch(run: str) -> int:
+    """Show a run until its end, which is 0 where it finished well. Ctrl-C leaves it alone, which is 0 too."""
+    from rich.console import Console
+
+    from stackrl.runtime.monitor.view import follow
+
+    found = find_run(run)
+    try:
+        follow(found, lambda: found.keeper() is not None, Console())
+    except KeyboardInterrupt:
+        print(f"\nno longer watching; {explain(found)}", file=sys.stderr)
+        return 0
+    print(explain(found), file=sys.stderr)
+    return 0 if found.state().status == "finished" else 1
 
 
 def wait_until_ended(run: RunFolder, limit: float) -> bool:
@@ -93,6 +118,7 @@ def status_of(run: RunFolder) -> str:
 def describe(run: RunFolder) -> dict[str, Any]:
     """What `status -o json` says of a run."""
     about, state = run.read("run.json"), run.state()
+    goes_on = status_of(run) in ("starting", "running")
     newest = _last_record(run.metrics) or {}
     return {
         "id": run.id,
@@ -103,9 +129,14 @@ def describe(run: RunFolder) -> dict[str, Any]:
         "steps": sum(stage["steps"] for stage in run.read("stack.json")["stages"]),
         "reward": newest.get("reward"),
         "attempt": state.attempt,
+        "incarnation": state.incarnation,
         "roles": state.roles,
+        "doing": {name: vars(doing) for name, doing in read_doings(run.heartbeats).items()}
+        if goes_on
+        else {},
         "reason": state.reason,
         "made": about["made"],
+        "age": time.time() - about["made"],
         "ended": state.ended,
         "path": str(run.path),
     }
@@ -124,47 +155,85 @@ def explain(run: RunFolder) -> str:
             log = run.logs(state.attempt) / f"{role}.log"
             text += f"  the last lines of {log}:\n"
             text += "".join(f"    {line}\n" for line in last_lines(log, _LAST_LINES))
+            if (dump := stack_dump(log)) is not None:
+                text += f"  the stacks of its threads: {log}:{dump}\n"
         return f"{text}  read all with `stackrl logs {run.id}`; {resume}"
     if status == "died":
         return f"run {run.id} died: its node program is gone; {resume}"
     if status == "stopped":
-        return f"run {run.id} was {state.reason}; {resume}"
-    watch = f"watch it with `stackrl logs -f {run.id}`, end it with `stackrl down {run.id}`"
+        how = state.reason if state.reason.startswith("stopped") else f"stopped: {state.reason}"
+        return f"run {run.id} was {how}; {resume}"
+    watch = f"watch it with `stackrl watch {run.id}`, end it with `stackrl down {run.id}`"
     return f"run {run.id} is {status}; {watch}"
 
 
 def last_lines(file: Path, count: int) -> list[str]:
-    """The last lines of a text file; none where it is not there."""
+    """The last lines of a log that say something, without its stack dumps; none where it is not there."""
     try:
         with open(file, errors="replace") as text:
-            return [printable(line) for line in deque(text, maxlen=count)]
+            lines = [line for line in deque(text, maxlen=_LOOKED_THROUGH) if not is_noise(line)]
     except FileNotFoundError:
         return []
+    told: list[str] = []
+    in_stacks = False
+    for line in lines:
+        in_stacks = _STACKS.match(line) is not None or (in_stacks and line.startswith("  File "))
+        if not in_stacks:
+            told.append(printable(line))
+    return told[-count:]
+
+
+def stack_dump(file: Path) -> int | None:
+    """The number of the line in a log where its last stack dump begins; None where there is none."""
+    found, in_stacks = None, False
+    try:
+        with open(file, errors="replace") as text:
+            for number, line in enumerate(text, 1):
+                begins = _STACKS.match(line) is not None
+                if begins and not in_stacks:
+                    found = number
+                in_stacks = begins or (in_stacks and (line.startswith("  File ") or not line.strip()))
+    except FileNotFoundError:
+        return None
+    return found
 
 
 def _table(described: list[dict[str, Any]]) -> str:
-    rows = [("RUN", "STATUS", "STAGE", "STEP", "REWARD", "AGE")]
+    rows = [("RUN", "STATUS", "STAGE", "STEP", "REWARD", "AGE", "ROLES")]
     for run in described:
         reward = "" if run["reward"] is None else f"{run['reward']:.3f}"
-        age = duration(time.time() - run["made"])
-        rows.append(
-            (run["id"], run["status"], run["stage"] or "", f"{run['step']}/{run['steps']}", reward, age)
-        )
+        step = f"{run['step']}/{run['steps']}"
+        age, roles = duration(run["age"]), _counted(run["roles"])
+        rows.append((run["id"], run["status"], run["stage"] or "", step, reward, age, roles))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )
 
 
+def _counted(roles: dict[str, str]) -> str:
+    """`4 running`, and by name those that are being started again or have failed."""
+    named = {name: how for name, how in roles.items() if how.startswith(("restarting", "failed"))}
+    counts = Counter(how for name, how in roles.items() if name not in named)
+    return ", ".join([*(f"{count} {how}" for how, count in counts.items()), *map(" ".join, named.items())])
+
+
 def _details(run: RunFolder) -> str:
     described = describe(run)
-    facts = {
-        "folder": run.path,
-        "attempt": described["attempt"],
-        "roles": ", ".join(f"{name} {how}" for name, how in described["roles"].items()) or "none yet",
-    }
-    lines = (f"{name:<8} {fact}" for name, fact in facts.items())
+    facts = [
+        ("folder", str(run.path)),
+        ("attempt", f"{described['attempt']}, incarnation {described['incarnation']} of the trainer"),
+        *((name, _doing(how, described["doing"].get(name))) for name, how in described["roles"].items()),
+    ]
+    width = max(len(name) for name, _ in facts)
+    lines = (f"{name:<{width}}  {fact}" for name, fact in facts)
     return "\n".join([_table([described]), "", *lines, "", explain(run)])
+
+
+def _doing(how: str, said: dict[str, Any] | None) -> str:
+    if how != "running" or said is None:
+        return how
+    return f"{how}: {printable(said['text'])} (for {duration(time.time() - said['since'])})"
 
 
 def _last_record(file: Path, window: int = 1 << 16) -> dict[str, Any] | None:

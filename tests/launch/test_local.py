@@ -32,6 +32,12 @@ with open_sinks(run, run.stack()) as sink:
         sink.event("evaluated", stage="main", when=when, reward=reward, exact=0.5, **greedy)
 """
 """An orchestrator that only writes what one would write."""
+MINDS_CTRL_C = """
+import signal, time
+signal.signal(signal.SIGINT, signal.SIG_DFL)  # whoever started the tests may have it ignored
+print("ready", flush=True)
+time.sleep(600)
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -93,7 +99,7 @@ def test_a_detached_run_goes_on_and_says_how_to_watch_and_end_it(capfd: pytest.C
     assert local.launch(None, detach=True, resume=run.id) == 0
     out, err = capfd.readouterr()
     assert out.strip() == run.id
-    assert f"stackrl down {run.id}" in err and f"stackrl logs -f {run.id}" in err
+    assert f"stackrl down {run.id}" in err and f"stackrl watch {run.id}" in err
     assert run.keeper() is not None
     with pytest.raises(RunError, match="is running"):
         local.launch(None, detach=True, resume=run.id)
@@ -187,10 +193,13 @@ def test_a_node_program_that_is_killed_is_a_failure(
 
 def test_ctrl_c_while_a_detached_run_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: list[subprocess.Popen[bytes]] = []
-    monkeypatch.setattr(
-        local, "_start_node", lambda run: nodes.append(subprocess.Popen(["sleep", "600"])) or nodes[0]
-    )
 
+    def start(run: RunFolder) -> subprocess.Popen[bytes]:
+        nodes.append(subprocess.Popen([sys.executable, "-c", MINDS_CTRL_C], stdout=subprocess.PIPE))
+        nodes[0].stdout.readline()
+        return nodes[0]
+
+    monkeypatch.setattr(local, "_start_node", start)
     slept: list[float] = []
 
     def interrupted(seconds: float) -> None:
@@ -203,6 +212,7 @@ def test_ctrl_c_while_a_detached_run_starts_leaves_nothing(monkeypatch: pytest.M
     with pytest.raises(KeyboardInterrupt):
         local.launch(None, detach=True, resume=run.id)
     assert nodes[0].returncode == -signal.SIGINT
+    nodes[0].stdout.close()
 
 
 def test_a_bad_token_is_told_before_a_folder_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -233,11 +243,12 @@ def test_the_tasks_environment_reaches_the_node_program(
     file = task_file(tmp_path)
     file.write_text(file.read_text().replace("STACK: fake.yaml", "STACK: fake.yaml\n  MODE: '7'"))
     started: list[dict[str, str]] = []
-    monkeypatch.setattr(
-        local.subprocess,
-        "Popen",
-        lambda command, **how: started.append(how["env"]) or SimpleNamespace(poll=int),
+    node = SimpleNamespace(
+        Popen=lambda command, **how: started.append(how["env"]) or SimpleNamespace(poll=int),
+        DEVNULL=subprocess.DEVNULL,
+        STDOUT=subprocess.STDOUT,
     )
+    monkeypatch.setattr(local, "subprocess", node)
     local.launch(load(file), detach=True, resume=None)
     assert started[0]["MODE"] == "7" and started[0]["PATH"] == os.environ["PATH"]
 

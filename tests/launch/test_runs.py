@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import pty
+import re
+import select
 import signal
 import subprocess
 import sys
+import termios
 import threading
 import time
 from collections.abc import Iterator
@@ -60,7 +64,8 @@ def test_status_lists_runs_and_tells_one(capsys: pytest.CaptureFixture[str]) -> 
     ]
     assert runs.status(failing.id, "text") == 0
     told = capsys.readouterr().out
-    assert "trainer-0 failed" in told and "the disk is full" in told and "engine-0 ended" in told
+    assert "1 ended, trainer-0 failed" in told.splitlines()[1]
+    assert "trainer-0  failed" in told and "the disk is full" in told and "engine-0   ended" in told
     assert runs.status("latest", "json") == 0
     assert json.loads(capsys.readouterr().out)["status"] == "running"
     assert runs.status(None, "json") == 0
@@ -149,3 +154,114 @@ def test_a_folder_that_is_not_a_run_is_left_out(tmp_path: Path) -> None:
     run = make_run()
     (run.path.parent / "half").mkdir()
     assert [found.id for found in all_runs()] == [run.id]
+
+
+def test_status_says_what_each_process_does(capsys: pytest.CaptureFixture[str]) -> None:
+    run, _ = started(process("orchestrator", SERVES), process("engine", SERVES))
+    said = {"doing": "waiting for rollouts of step 3", "since": time.time() - 70, "index": 3}
+    (run.heartbeats / "orchestrator.4711").write_text(json.dumps(said))
+    (run.heartbeats / "engine-0.4712").write_text("{")
+    assert runs.status(run.id, "text") == 0
+    told = capsys.readouterr().out
+    assert "orchestrator  running: waiting for rollouts of step 3 (for 1:1" in told
+    assert "engine-0      running\n" in told and "2 running" in told.splitlines()[1]
+    assert runs.status(run.id, "json") == 0
+    described = json.loads(capsys.readouterr().out)
+    assert described["doing"]["orchestrator"]["text"] == "waiting for rollouts of step 3"
+    assert described["age"] < 60 and described["roles"] == {"engine-0": "running", "orchestrator": "running"}
+
+
+LEAVES_NOISE = """
+import faulthandler, sys, time
+print("something went wrong here", flush=True)
+faulthandler.dump_traceback()
+print("error: the tokenizer is missing", file=sys.stderr, flush=True)
+print("nanobind: leaked 3 instances!", " - leaked instance 0x7f of type x", sep=chr(10), file=sys.stderr)
+print("/lib/resource_tracker.py:254: UserWarning: resource_tracker: There appear to be 1", file=sys.stderr)
+print("  warnings.warn(", file=sys.stderr)
+sys.exit(2)
+"""
+
+
+def test_a_failure_shows_the_words_of_the_role_without_noise_and_names_its_stacks() -> None:
+    run = make_run(process("orchestrator", LEAVES_NOISE))
+    start_node(run).wait(timeout=30)
+    log = run.logs(1) / "orchestrator.log"
+    assert runs.last_lines(log, 12)[-2:] == ["something went wrong here", "error: the tokenizer is missing"]
+    told = runs.explain(run)
+    number = 1 + [line.startswith("Current thread") for line in log.read_text().splitlines()].index(True)
+    assert f"the stacks of its threads: {log}:{number}\n" in told
+    assert "nanobind" not in told and "resource_tracker" not in told and "  File " not in told
+
+
+@pytest.mark.slow
+def test_watching_can_be_left_and_shows_the_end() -> None:
+    run, _ = started(process("orchestrator", "import time; time.sleep(6)"))
+    command = [sys.executable, "-m", "stackrl", "watch", run.id]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    stays, leaves = subprocess.Popen(command, **pipes), subprocess.Popen(command, **pipes)
+    assert "is running" in leaves.stdout.readline()
+    leaves.send_signal(signal.SIGINT)
+    told = leaves.communicate(timeout=20)[1]
+    assert leaves.returncode == 0 and "no longer watching; run" in told and "is running" in told
+    assert run.keeper() is not None
+    out, told = stays.communicate(timeout=60)
+    assert stays.returncode == 0 and "is finished" in out and "finished in" in told
+    done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    assert done.returncode == 0 and "finished in" in done.stderr
+
+
+@pytest.mark.slow
+def test_watching_on_a_terminal_survives_another_size() -> None:
+    """On a real pseudo-terminal: the screen is drawn anew from the top, as wide as it is now."""
+    run, _ = started(process("orchestrator", SERVES))
+    driver, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (30, 100))
+    watching = subprocess.Popen(
+        [sys.executable, "-m", "stackrl", "watch", run.id],
+        stdin=terminal,
+        stdout=terminal,
+        stderr=terminal,
+        env={**os.environ, "TERM": "xterm"},
+    )
+    os.close(terminal)
+    shown = Terminal(driver)
+    wait_until(lambda: "╰" in shown.text())
+    assert f"╭─ {run.id}" in shown.text() and len(shown.last_screen()[0]) == 99
+    shown.forget()
+    termios.tcsetwinsize(driver, (30, 70))
+    wait_until(lambda: CLEARED in shown.raw() and "╰" in shown.raw().rpartition(CLEARED)[2])
+    assert len(shown.last_screen()[0]) == 69
+    watching.send_signal(signal.SIGINT)
+    wait_until(lambda: shown.raw() and watching.poll() is not None)
+    assert watching.returncode == 0 and run.keeper() is not None
+    os.close(driver)
+
+
+CLEARED = "\x1b[2J"
+
+
+class Terminal:
+    """What was written to a pseudo-terminal since it was last forgotten."""
+
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor, self._read = descriptor, b""
+
+    def raw(self) -> str:
+        while select.select([self._descriptor], [], [], 0)[0]:
+            try:
+                self._read += os.read(self._descriptor, 1 << 16)
+            except OSError:  # nobody has it open any more
+                break
+        return self._read.decode(errors="replace")
+
+    def text(self) -> str:
+        return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", self.raw())
+
+    def last_screen(self) -> list[str]:
+        """Its lines, without the corner that they begin with."""
+        return self.text().rpartition("╭")[2].splitlines()
+
+    def forget(self) -> None:
+        self.raw()
+        self._read = b""
