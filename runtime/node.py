@@ -7,35 +7,34 @@ supervisor below it, so that a kill of either leaves nothing behind.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
+import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
+from stackrl.runtime import preemption, restarts
+from stackrl.runtime.heartbeat import Listener
 from stackrl.runtime.launch.admit import Planner, admit
-from stackrl.runtime.launch.plan import ENGINE, Process, make_plan
-from stackrl.runtime.launch.ports import free_ports
+from stackrl.runtime.launch.again import go_on, recreate
+from stackrl.runtime.launch.plan import ORCHESTRATOR, Process, make_plan
+from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.monitor.lines import Prefixed
-from stackrl.runtime.place import Place
-from stackrl.runtime.processes import guarded
-from stackrl.runtime.run import (
-    CORES_VARIABLE,
-    TOKEN_VARIABLE,
-    Endpoints,
-    RunError,
-    RunFolder,
-    State,
-    create_run,
-    new_token,
-    runs_home,
-)
-from stackrl.runtime.supervisor import Program, Running, Stopped, Supervisor
+from stackrl.runtime.monitor.notify import tell_end
+from stackrl.runtime.notes import NODE, Notes, tell, write_end
+from stackrl.runtime.place import Place, job_run_id
+from stackrl.runtime.processes import guarded, send
+from stackrl.runtime.restarts import Failure, GivenUp, Restarts
+from stackrl.runtime.roles import Roles, blame, words
+from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token, runs_home
+from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
+from stackrl.runtime.supervisor import Program, Running, Supervisor
+from stackrl.runtime.watch import Idle, Watch
 from stackrl.schemas.loader import LoadedStack, load
 
 PREPARE = (sys.executable, "-m", "stackrl.runtime.trainer.models.prepare")
@@ -45,14 +44,16 @@ FINISH_LIMIT = 900.0
 """Seconds between the first and the last end of orchestrator and trainer ranks: the model is saved then."""
 SETTLE_SECONDS = 0.5
 """Time after a failure in which roles fail of the same cause, to tell cause from consequence."""
+PREPARING, PREEMPTION = "prepare", "preemption"
 
 
 class RoleFailed(Exception):
-    """A role ended before its work was done."""
+    """A role ended before its work was done, and is not started again."""
 
 
 def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] = PREPARE) -> int:
-    """Work on a stack file or a run folder until it ends. 0: finished; 1: failed or ended; 130: Ctrl-C.
+    """Work on a stack file or a run folder until it ends. 0: finished; 1: failed or ended; 130: Ctrl-C;
+    75: the machine is being taken away, or the node program was killed: start it again.
 
     ``planner`` says which processes a new run has; ``prepare`` is the command that, given the run's folder,
     makes the first weights in it.
@@ -67,32 +68,67 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
         if not (path / "run.json").exists():
             raise RunError(f"{path} is not the folder of a run; name one of {runs_home()}, or a stack file")
     else:
-        run, show = _new_run(load(path), place, planner), True
+        run, show = _run_of(load(path), place, planner), True
     if run.state().status == "finished":
+        if job_run_id(run.read("run.json")["name"], os.environ) == run.id:  # its job was started once more
+            tell(explain(run))
+            return 0
         raise RunError(f"run {run.id} is finished; its model is in {run.final}")
+    _refuse_spent(run)
     with run.kept():
-        return guarded(
-            lambda: _Attempt(run, token, prepare, show).work(),
+        code = guarded(
+            lambda: _work(run, token, prepare, show),
             died=lambda reason: _note_death(run, reason),
+            limit=longest_end(run),
         )
+        tell_end(run)
+        write_report_aside(run)
+        return code
 
 
-def _new_run(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
+def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
+    """The run of a stack file: a new one, or that of the managed job which starts this node again."""
     wanted = loaded.task.get("num_nodes") or 1
     if wanted != place.nodes:
         raise RunError(
             f"{loaded.path} says `num_nodes: {wanted}`, but this task runs on {place.nodes} node(s); "
             "start it as it is written, without `--num-nodes`"
         )
-    return create_run(loaded.name, loaded.path, loaded.hash, *admit(loaded, planner))
+    run_id = job_run_id(loaded.name, os.environ)
+    if run_id is not None:
+        run = RunFolder(runs_home() / run_id)
+        if (run.path / "state.json").exists():
+            return run if run.state().status == "finished" else go_on(run, loaded, planner)
+        if (found := recreate(run_id, loaded, planner)) is not None:
+            return found
+    stack, plan = admit(loaded, planner)
+    return create_run(loaded.name, loaded.path, loaded.hash, stack, plan, run_id=run_id)
+
+
+def _refuse_spent(run: RunFolder) -> None:
+    hours, used = run.stack().limits.hours, run.state().used
+    if hours is not None and used >= hours * 3600:
+        raise RunError(
+            f"run {run.id} has worked {used / 3600:.1f} h of its {hours:g} (limits.hours); to give it more: "
+            f"`stackrl launch FILE --resume {run.id} --set limits.hours={math.ceil(2 * hours)}`"
+        )
 
 
 def _note_death(run: RunFolder, reason: str) -> None:
     state = run.state()
     state.status, state.reason, state.ended = "failed", reason, time.time()
     state.roles = {name: "ended" if how == "running" else how for name, how in state.roles.items()}
-    run.write_state(state)
-    print(explain(run), file=sys.stderr)
+    write_end(run, state)
+    tell(explain(run))
+
+
+def _work(run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> int:
+    try:
+        attempt = _Attempt(run, token, prepare, show)
+    except OSError as error:
+        tell(f"run {run.id} cannot begin: {error}; make room in {run.path}, or see whose it is")
+        return 1
+    return attempt.work()
 
 
 class _Attempt:
@@ -101,137 +137,185 @@ class _Attempt:
     def __init__(self, run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> None:
         self._run, self._token = run, token
         self._prepare = prepare
+        self._limits = run.stack().limits
         self._processes = [Process(**process) for process in run.read("plan.json")["processes"]]
-        self._state = _begin(run)
-        names = [process.name for process in self._processes]
-        self._show = Prefixed(sys.stdout, ["node", "prepare", *names]) if show else None
+        names = [NODE, PREPARING, PREEMPTION, *(process.name for process in self._processes)]
+        self._notes = Notes(run, Prefixed(sys.stdout, names) if show else None)
+        self._listener = Listener(run.heartbeats, self._limits.silence_seconds)
 
     def work(self) -> int:
-        with Supervisor(self._run.logs(self._state.attempt), self._token, self._show) as self._supervisor:
+        notes = self._notes
+        logging.getLogger("stackrl").addHandler(notes.logging())
+        supervisor = Supervisor(notes.logs, self._token, notes.show, notes.complain)
+        self._supervisor = supervisor
+        self._roles = Roles(self._run, self._processes, self._token, supervisor, notes, self._listener)
+        self._watch = Watch(self._run, self._limits, self._listener, supervisor, notes)
+        self._restarts = Restarts(self._roles.engines, ORCHESTRATOR, self._roles.ranks, self._limits.restarts)
+        with supervisor:
             status, reason, code = self._outcome()
-        self._note(status=status, reason=reason, ended=time.time())
-        if self._show:
-            for line in explain(self._run).splitlines():
-                self._show("node", line)
+        notes.end(status=status, reason=reason, ended=time.time(), roles=self._statuses())
+        for line in explain(self._run).splitlines():
+            notes.show(NODE, line)
         return code
 
     def _outcome(self) -> tuple[str, str, int]:
         """Do the work. Status, reason and exit code of its end."""
         try:
+            self._clean()
             self._prepare_model()
-            self._start_roles()
-            self._watch()
+            self._start()
+            self._until_done()
         except Stopped as stop:
-            return "stopped", str(stop), 130 if stop.interrupted else 1
-        except (RoleFailed, TimeoutError, OSError) as error:
+            self._save_first(str(stop))
+            return "stopped", str(stop), stop.code
+        except (RoleFailed, Idle, TimeoutError, OSError) as error:
             return "failed", str(error), 1
         except Exception as error:  # a fault of ours ends the run like any other
-            (self._run.logs(self._state.attempt) / "node.log").write_text(traceback.format_exc())
+            self._notes.say(traceback.format_exc())
             return "failed", f"the node program has a fault: {error!r}", 1
         return "finished", "", 0
+
+    def _clean(self) -> None:
+        """Take away what an earlier attempt left."""
+        self._run.preempt.unlink(missing_ok=True)
+        self._run.heartbeats.mkdir(mode=0o700, exist_ok=True)
+        for file in self._run.heartbeats.iterdir():
+            file.unlink()
 
     def _prepare_model(self) -> None:
         """Make the first weights and the tokenizer, unless an earlier attempt did."""
         if self._run.model.exists():
             return
         command = [*self._prepare, str(self._run.path)]
-        self._supervisor.start(Program("prepare", command, {TOKEN_VARIABLE: self._token}))
-        self._supervisor.wait_for(["prepare"], PREPARE_LIMIT)
-        self._raise_failures()
+        prepare = self._supervisor.start(Program(PREPARING, command, {TOKEN_VARIABLE: self._token}))
+        self._supervisor.wait_for([PREPARING], PREPARE_LIMIT)
+        if prepare.status == "failed":
+            raise RoleFailed(words(prepare))
 
-    def _start_roles(self) -> None:
-        """Engines first: they take longest to be ready."""
-        engines = [process for process in self._processes if process.role == ENGINE]
-        others = [process for process in self._processes if process.role != ENGINE]
-        self._run.write("endpoints.json", asdict(_endpoints(len(engines))))
-        for process in engines + others:
-            self._supervisor.start(self._program(process))
+    def _start(self) -> None:
+        self._roles.start()
+        if preemption.watched(os.environ):
+            command = [sys.executable, "-m", "stackrl.runtime.preemption", str(self._run.path)]
+            self._supervisor.start(Program(PREEMPTION, command))
         self._note(status="running")
 
-    def _program(self, process: Process) -> Program:
-        """The process with what it learns on this node: the run's folder, the token, its cores."""
-        environment = {
-            **process.environment,
-            TOKEN_VARIABLE: self._token,
-            CORES_VARIABLE: ",".join(map(str, process.cores)),
-            "OMP_NUM_THREADS": str(max(1, len(process.cores))),
-        }
-        return Program(
-            process.name, process.command_for(self._run), environment, endless=process.role == ENGINE
-        )
+    def _until_done(self) -> None:
+        """Return when orchestrator and trainer have done their work, restarts included.
 
-    def _watch(self) -> None:
-        """Return when orchestrator and trainer have done their work.
-
-        Raises RoleFailed, TimeoutError and Stopped.
+        Raises RoleFailed, Idle, TimeoutError and Stopped.
         """
-        roles = self._supervisor.running
-        workers = [process.name for process in self._processes if process.role != ENGINE]
         deadline = math.inf
-        while waiting := [name for name in workers if roles[name].exit is None]:
-            if len(waiting) < len(workers):
-                deadline = min(deadline, time.monotonic() + FINISH_LIMIT)
-            if time.monotonic() > deadline:
-                raise TimeoutError(
-                    f"{', '.join(waiting)} did not end within {FINISH_LIMIT:.0f} s of the other roles' end"
-                )
-            self._supervisor.turn()
-            self._raise_failures()
+        while len(done := self._roles.done()) < len(self._roles.workers):
+            self._supervisor.turn(min(1.0, self._restarts.seconds_left(time.monotonic())))
+            self._watch.end_silent(self._roles.pids())
+            self._answer_failures()
+            self._start_due()
+            pids = self._roles.pids()
+            self._mind_progress(pids)
+            self._watch.mind_idleness(pids)
+            self._watch.mind_ends()
             self._note()
+            if not done or self._restarts.pending:
+                deadline = time.monotonic() + FINISH_LIMIT
+            if time.monotonic() > deadline:
+                waiting = ", ".join(name for name in self._roles.workers if name not in done)
+                limit = f"within {FINISH_LIMIT:.0f} s of the other roles' end"
+                raise TimeoutError(f"{waiting} did not end {limit}")
 
-    def _raise_failures(self) -> None:
-        """Raise RoleFailed where a role has failed."""
-
-        def failed() -> list[Running]:
-            return [role for role in self._supervisor.running.values() if role.status == "failed"]
-
-        if not failed():
+    def _answer_failures(self) -> None:
+        """Decide who is started again, and end what has to end before. Raises RoleFailed."""
+        if not self._roles.failures():
             return
         settled = time.monotonic() + SETTLE_SECONDS
         while time.monotonic() < settled:
             self._supervisor.turn(0.1)
-        raise RoleFailed(_blame(failed()))
+        failed = self._roles.failures()
+        for running in failed:
+            running.answered = True
+            name = running.program.name
+            failure = Failure(name, words(running), running.exit)
+            try:
+                restart = self._restarts.failed(failure, time.monotonic(), self._roles.done())
+            except GivenUp as end:
+                others = [other for other in failed if other is not running]
+                also = f" ({', '.join(other.program.name for other in others)} failed too)" if others else ""
+                raise RoleFailed(f"{end}{also}") from None
+            if restart is not None:
+                self._tell(name, restart)
+                self._roles.end(restart.processes)
 
-    def _note(self, **changes: Any) -> None:
-        """Write the state where it changed."""
-        roles = {name: role.status for name, role in self._supervisor.running.items()}
-        state = replace(self._state, roles=roles, **changes)
-        if state != self._state:
-            self._state = state
-            self._run.write_state(state)
+    def _tell(self, name: str, restart: restarts.Restart) -> None:
+        seconds = restart.at - time.monotonic()
+        who = "orchestrator and trainer" if restart.new_incarnation else name
+        self._notes.say(f"{restart.reason}; {who} will be started again in {seconds:.0f} s")
 
+    def _start_due(self) -> None:
+        """Do the restarts whose pause is over."""
+        for restart in self._restarts.due(time.monotonic()):
+            try:
+                self._roles.start_again(restart)
+            except OSError as error:  # a full disk, say, which may have room later
+                self._not_started(restart, error)
+                continue
+            for name in restart.processes:
+                self._notes.event(
+                    "restarted",
+                    process=name,
+                    reason=restart.reason,
+                    count=restart.count,
+                    incarnation=self._notes.state.incarnation,
+                )
 
-def _begin(run: RunFolder) -> State:
-    """Raise the attempt and the incarnation, durably, before anything is started under them."""
-    before = run.state()
-    state = State(
-        status="starting",
-        attempt=before.attempt + 1,
-        incarnation=before.incarnation + 1,
-        began=time.time(),
-    )
-    run.write_state(state)
-    return state
+    def _not_started(self, restart: restarts.Restart, error: OSError) -> None:
+        """Try again after the next pause. Raises RoleFailed."""
+        self._roles.end(restart.processes)
+        first = restart.processes[0]
+        try:
+            again = self._restarts.failed(
+                Failure(first, f"{first} cannot be started again: {error}"), time.monotonic()
+            )
+        except GivenUp as end:
+            raise RoleFailed(str(end)) from None
+        if again is not None:
+            self._tell(first, again)
 
+    def _mind_progress(self, pids: dict[str, int]) -> None:
+        index = self._watch.orchestrator(pids).get("index")
+        if isinstance(index, int):
+            self._restarts.progressed(index)
 
-def _endpoints(engines: int, host: str = "127.0.0.1") -> Endpoints:
-    orchestrator, weights, rendezvous, *ports = free_ports(3 + engines, host)
-    return Endpoints(
-        orchestrator=f"http://{host}:{orchestrator}",
-        weights=f"http://{host}:{weights}",
-        engines=[f"http://{host}:{port}" for port in ports],
-        rendezvous=f"{host}:{rendezvous}",
-    )
+    def _save_first(self, reason: str) -> None:
+        """Before a run that goes well is stopped: a checkpoint of the optimizer step that runs.
 
+        It takes `limits.stop_seconds` at most. A further signal ends it, and so does the end of any role.
+        """
+        pids = self._roles.pids()
+        said = self._watch.orchestrator(pids)
+        trained = said.get("index", 0) > said.get("checkpoint", math.inf)
+        saves = trained and not self._failed_workers()
+        self._notes.event("stopping", reason=reason, saves=saves)
+        self._notes.say(f"{reason}; {'saving' if saves else 'there is nothing to save'}")
+        if not saves:
+            return
+        send(pids[ORCHESTRATOR], signal.Signals[SAVE_SIGNAL])
+        deadline, signals = time.monotonic() + self._limits.stop_seconds, self._supervisor.signals
+        while len(self._roles.done()) < len(self._roles.workers):
+            self._supervisor.rest(0.2)
+            if failed := self._failed_workers():
+                return self._notes.say(f"not saved: {blame(failed)}")
+            if self._supervisor.signals > signals:
+                return self._notes.say("not waiting for the checkpoint: told to end again")
+            if time.monotonic() > deadline:
+                limit = f"{self._limits.stop_seconds:.0f} s (limits.stop_seconds)"
+                return self._notes.say(f"no checkpoint was made within {limit}: {said.get('doing')}")
 
-def _blame(failed: list[Running]) -> str:
-    """Which role failed, how, and in its own words why.
+    def _failed_workers(self) -> list[Running]:
+        return [role for role in self._roles.failures() if role.program.name in self._roles.workers]
 
-    The cause is a role that was killed, for no role kills itself because another one failed; else the one
-    that ended first.
-    """
-    cause, *consequences = sorted(failed, key=lambda role: (role.exit >= 0, role.ended_at))
-    words = cause.complaint or cause.last_line
-    why = f": {words}" if words else ""
-    also = f" ({', '.join(role.program.name for role in consequences)} failed too)" if consequences else ""
-    return f"{cause.program.name} {cause.how}{why}{also}"
+    def _note(self, **changes: object) -> None:
+        self._notes.change(roles=self._statuses(), **changes)
+
+    def _statuses(self) -> dict[str, str]:
+        return {
+            name: running.status for name, running in self._supervisor.running.items() if name != PREEMPTION
+        }

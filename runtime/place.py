@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from stackrl.runtime.run import RunError
+from stackrl.runtime.run import RunError, plain
 
 
 @dataclass(frozen=True)
@@ -37,6 +37,17 @@ class Place:
         if not 0 <= rank < nodes:
             raise RunError(f"SKYPILOT_NODE_RANK is {rank}, but the task has {nodes} nodes")
         return cls(rank, addresses)
+
+
+def job_run_id(name: str, environment: Mapping[str, str]) -> str | None:
+    """The run that a managed job of SkyPilot works on: the same one whenever it is started again.
+
+    From SKYPILOT_MANAGED_JOB_ID, and in a group of jobs SKYPILOT_JOB_RANK; None where this is no such job.
+    """
+    if not (job := environment.get("SKYPILOT_MANAGED_JOB_ID")):
+        return None
+    rank = environment.get("SKYPILOT_JOB_RANK")
+    return plain(f"{name}-job{job}" + (f"-{rank}" if rank else ""))
 
 
 def _count(environment: Mapping[str, str], name: str) -> int:

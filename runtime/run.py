@@ -3,8 +3,11 @@
 run.json          id, name, source file, when it began
 stack.json        the resolved stack: defaults filled in, overrides applied; the only thing roles read
 plan.json         processes, ports, cores
-endpoints.json    the addresses of this attempt
+endpoints.json    the addresses of this incarnation; an engine keeps its own for the whole attempt
 state.json        status, attempt, incarnation, role states, why it ended
+restore.json      the checkpoint from which this incarnation goes on
+heartbeats/       what each process does now (heartbeat.py)
+preempt           whoever makes this file says that the machine is being taken away
 logs/<attempt>/<role>.log
 model/            the first weights and the tokenizer, as a Hugging Face folder
 journal/          the orchestrator's books
@@ -27,6 +30,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from stackrl.runtime.versions import versions
 from stackrl.schemas.stack import Stack
 
 TOKEN_VARIABLE = "STACKRL_TOKEN"
@@ -40,7 +44,7 @@ class RunError(Exception):
 
 @dataclass(frozen=True)
 class Endpoints:
-    """Addresses of one attempt. Every URL needs the run's token."""
+    """Addresses of one incarnation. Every URL needs the run's token."""
 
     orchestrator: str
     """URL that trainer ranks take batches from."""
@@ -59,12 +63,16 @@ class State:
     status: str = "created"
     """created, starting, running, finished, failed or stopped."""
     attempt: int = 0
+    """Lives of the node program."""
     incarnation: int = 0
+    """Lives of the trainer's ranks: one or more in each attempt."""
     began: float = 0.0
     ended: float | None = None
     reason: str = ""
     roles: dict[str, str] = field(default_factory=dict)
     """Process, such as `trainer-0` → running, done, failed, or ended (by the node program)."""
+    used: float = 0.0
+    """Seconds that node programs have worked on the run, all attempts together."""
 
 
 class RunFolder:
@@ -97,6 +105,14 @@ class RunFolder:
     def final(self) -> Path:
         return self.path / "final"
 
+    @property
+    def heartbeats(self) -> Path:
+        return self.path / "heartbeats"
+
+    @property
+    def preempt(self) -> Path:
+        return self.path / "preempt"
+
     def logs(self, attempt: int) -> Path:
         return self.path / "logs" / str(attempt)
 
@@ -120,6 +136,22 @@ class RunFolder:
 
     def write_state(self, state: State) -> None:
         self.write("state.json", asdict(state))
+
+    def restore(self) -> Path | None:
+        """The checkpoint that this incarnation goes on from; None where it starts from the beginning.
+
+        The node program chooses it once for all roles; where there was none, the newest good one is taken.
+        """
+        with contextlib.suppress(FileNotFoundError):
+            chosen = self.read("restore.json")
+            if chosen["incarnation"] == self.state().incarnation:
+                return Path(chosen["checkpoint"]) if chosen["checkpoint"] else None
+        from stackrl.runtime import checkpoints
+
+        return checkpoints.newest(self.checkpoints(self.stack()))
+
+    def write_restore(self, incarnation: int, checkpoint: Path | None) -> None:
+        self.write("restore.json", {"incarnation": incarnation, "checkpoint": str(checkpoint or "")})
 
     def keeper(self, limit: float = 1.0) -> int | None:
         """Pid of the node program that is at work on this run on this machine; None where there is none.
@@ -150,7 +182,7 @@ class RunFolder:
         too, for a moment).
         """
         deadline = time.monotonic() + limit
-        with open(self.path / "lock", "a", opener=open_private) as file:
+        with open(self.path / "lock", "ab", buffering=0, opener=open_private) as file:
             while True:
                 try:
                     fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -163,8 +195,10 @@ class RunFolder:
                         ) from None
                     time.sleep(0.1)
             file.truncate(0)
-            file.write(str(os.getpid()))
-            file.flush()
+            try:
+                file.write(str(os.getpid()).encode())
+            except OSError as error:
+                raise RunError(f"run {self.id} cannot begin: {self.path}: {error.strerror}") from error
             try:
                 yield
             finally:
@@ -216,12 +250,15 @@ def create_run(
     stack: Stack,
     plan: Any,
     environment: Mapping[str, str] | None = None,
+    *,
+    run_id: str | None = None,
 ) -> RunFolder:
     """Make the folder of a new run, for its owner alone. ``plan`` is JSON-able.
 
-    ``environment``: the task's `envs`, where no one else brings them to the node program.
+    ``environment``: the task's `envs`, where no one else brings them to the node program. ``run_id``: by
+    default a new one.
     """
-    run = RunFolder(runs_home() / new_run_id(name))
+    run = RunFolder(runs_home() / (run_id or new_run_id(name)))
     try:
         runs_home().mkdir(mode=0o700, parents=True, exist_ok=True)
         run.path.mkdir(mode=0o700)
@@ -230,7 +267,8 @@ def create_run(
             f"{runs_home()} cannot hold runs ({error.strerror}); "
             "set STACKRL_HOME to a folder that you can write to"
         ) from error
-    run.write("run.json", {"id": run.id, "name": name, "made": time.time()})
+    made_with = versions(source.resolve().parent)
+    run.write("run.json", {"id": run.id, "name": name, "made": time.time(), "versions": made_with})
     run.write_source(source, source_hash, environment or {})
     run.write_plan(stack, plan)
     run.write_state(State())
@@ -275,8 +313,13 @@ def runs_home() -> Path:
 
 
 def new_run_id(name: str) -> str:
-    """``<name>-<time>-<4 hex>``, without characters that a path or a shell minds."""
-    return f"{re.sub(r'[^A-Za-z0-9._-]+', '-', name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    """``<name>-<time>-<4 hex>``."""
+    return f"{plain(name)}-{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+
+
+def plain(name: str) -> str:
+    """``name`` without what a path or a shell minds."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", name)
 
 
 def new_token() -> str:

@@ -20,23 +20,19 @@ from pathlib import Path
 from typing import BinaryIO
 
 from stackrl.runtime import processes
+from stackrl.runtime.heartbeat import PROCESS_VARIABLE
 from stackrl.runtime.monitor.lines import printable
 from stackrl.runtime.run import open_private
+from stackrl.runtime.stopping import Stopped
 
 TERM_LIMIT = 20.0
 """Seconds between SIGTERM and SIGKILL."""
 SERIES_SECONDS = 60.0
 """Exceptions with less time between them have one cause."""
+RESTART_TERM_LIMIT = 5.0
+"""The same for programs that are started again: there is nothing that they could still save."""
 _LONGEST_LINE = 1 << 16
 _EXCEPTION = re.compile(r"\b[\w.]*(Error|Exception): .+")
-
-
-class Stopped(Exception):
-    """Someone asked for the end: Ctrl-C, SIGTERM or `stackrl down`."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(f"stopped by {processes.signal_name(number)}")
-        self.interrupted = number == signal.SIGINT
 
 
 @dataclass(frozen=True)
@@ -66,12 +62,18 @@ class Running:
     ended_at: float = 0.0
     """Monotonic."""
     ended_by_us: bool = False
+    verdict: str = ""
+    """Why it was ended as a failure, such as `was silent for 60 s`."""
+    answered: bool = False
+    """Whether its failure has been dealt with."""
     _partial: bytes = b""
 
     @property
     def status(self) -> str:
         if self.exit is None:
             return "running"
+        if self.verdict:
+            return "failed"
         if self.ended_by_us:
             return "ended"
         return "done" if self.exit == 0 and not self.program.endless else "failed"
@@ -89,6 +91,8 @@ class Running:
     @property
     def how(self) -> str:
         """How it ended, in words."""
+        if self.verdict:
+            return self.verdict
         if self.exit is None:
             return "is running"
         if self.exit >= 0:
@@ -101,15 +105,23 @@ class Running:
 class Supervisor:
     """Use as a context: leaving it ends everything that was started in it, however it is left."""
 
-    def __init__(self, logs: Path, secret: str = "", show: Callable[[str, str], None] | None = None) -> None:
+    def __init__(
+        self,
+        logs: Path,
+        secret: str = "",
+        show: Callable[[str, str], None] | None = None,
+        complain: Callable[[str], None] = lambda text: None,
+    ) -> None:
         """Output goes to ``logs/<name>.log`` and, line by line, to ``show(name, line)``.
 
-        ``secret`` is blotted out in both.
+        ``secret`` is blotted out in both. Lines that the disk does not take are lost, which is told once by
+        ``complain``.
         """
         self.running: dict[str, Running] = {}
         self._logs = logs
         self._secret = secret.encode()
         self._show = show or (lambda name, line: None)
+        self._complain = complain
         self._selector = selectors.DefaultSelector()
         self._asked: list[int] = []
         self._pid = os.getpid()
@@ -129,18 +141,27 @@ class Supervisor:
     def __exit__(self, *error: object) -> None:
         self.end()
 
-    def start(self, program: Program) -> Running:
-        """Start a program now. Raises OSError where its command cannot be run."""
-        log = open(  # noqa: SIM115 (closed when the program's output ends)
-            self._logs / f"{program.name}.log", "ab", buffering=0, opener=open_private
-        )
+    @property
+    def signals(self) -> int:
+        """How many signals have asked for the end so far."""
+        return len(self._asked)
+
+    def start(self, program: Program, headline: str = "") -> Running:
+        """Start a program now; ``headline`` goes to its log first. Raises OSError where its command cannot
+        be run."""
+        log = self._open_log(program.name)
         parent = self._pid
         process = subprocess.Popen(
             program.command,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
-            env={**os.environ, "PYTHONUNBUFFERED": "1", **program.environment},
+            env={
+                **os.environ,
+                "PYTHONUNBUFFERED": "1",
+                **program.environment,
+                PROCESS_VARIABLE: program.name,
+            },
             process_group=0,
             preexec_fn=lambda: processes.die_with(parent),  # this process has no threads
         )
@@ -148,14 +169,28 @@ class Supervisor:
         os.set_blocking(process.stdout.fileno(), False)
         running = Running(program, process, log)
         self.running[program.name] = running
+        if headline:
+            self._write(running, headline.encode())
         self._selector.register(process.stdout, selectors.EVENT_READ, running)
         return running
 
     def turn(self, wait: float = 1.0) -> None:
         """Sleep until something happens, ``wait`` seconds at most, and take note of it. Raises Stopped."""
-        self._turn(wait)
+        self.rest(wait)
         if self._asked:
-            raise Stopped(self._asked[0])
+            number = self._asked[0]
+            code = 130 if number == signal.SIGINT else 1
+            raise Stopped(f"stopped by {processes.signal_name(number)}", code)
+
+    def rest(self, wait: float) -> None:
+        """`turn`, though somebody has asked for the end."""
+        for key, _ in self._selector.select(wait):
+            if key.data is None:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(self._wake_read, 4096)
+            else:
+                self._read(key.data)
+        self._reap()
 
     def wait_for(self, names: Iterable[str], limit: float) -> None:
         """Wait until all of ``names`` ended. Raises TimeoutError naming those that did not, and Stopped."""
@@ -168,31 +203,44 @@ class Supervisor:
     def end(self, limit: float = TERM_LIMIT) -> None:
         """End every program with all its descendants: SIGTERM, then SIGKILL after ``limit`` seconds, or at
         once when a further signal asks for the end."""
-        living = [running for running in self.running.values() if running.exit is None]
+        self._terminate(self.running.values(), limit)
+        processes.end_tree(self._pid)
+        self.rest(0)
+        for running in self.running.values():
+            self._close(running)
+
+    def end_some(self, names: Iterable[str], limit: float = RESTART_TERM_LIMIT) -> None:
+        """End these programs, whole, in the same way, so that they can be started again; also what is left
+        of those that ended by themselves."""
+        some = [self.running[name] for name in names]
+        self._terminate(some, limit)
+        for running in some:
+            self.kill(running)
+
+    def kill(self, running: Running, verdict: str = "") -> None:
+        """SIGKILL a program, whole. ``verdict``: why that counts as its failure."""
+        if running.exit is None:
+            running.verdict = verdict
+            running.ended_by_us = not verdict
+        mark = f"{PROCESS_VARIABLE}={running.program.name}".encode()
+        processes.end_members(self._pid, running.process.pid, mark)
+        while running.exit is None:  # it is dead, and only to be reaped
+            self.rest(0.05)
+        self._close(running)
+
+    def _terminate(self, some: Iterable[Running], limit: float) -> None:
+        living = [running for running in some if running.exit is None]
         for running in living:
             running.ended_by_us = True
             processes.send(running.process.pid, signal.SIGTERM, group=True)
         deadline = time.monotonic() + limit
-        patience = len(self._asked)
+        patience = self.signals
         while (
-            any(r.exit is None for r in living)
+            any(running.exit is None for running in living)
             and time.monotonic() < deadline
-            and len(self._asked) == patience
+            and self.signals == patience
         ):
-            self._turn(0.2)
-        processes.end_tree(self._pid)
-        self._turn(0)
-        for running in self.running.values():
-            self._close(running)
-
-    def _turn(self, wait: float) -> None:
-        for key, _ in self._selector.select(wait):
-            if key.data is None:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(self._wake_read, 4096)
-            else:
-                self._read(key.data)
-        self._reap()
+            self.rest(0.2)
 
     def _reap(self) -> None:
         """Note who ended, adopted orphans included, so that no zombie stays."""
@@ -233,10 +281,25 @@ class Supervisor:
         line = line.rstrip(b"\r").rpartition(b"\r")[2]  # what a progress bar shows in the end
         if self._secret:
             line = line.replace(self._secret, b"***")
-        running.log.write(line + b"\n")
+        self._write(running, line)
         text = printable(line.decode(errors="replace"))
         running.hear(text)
         self._show(running.program.name, text)
+
+    def _open_log(self, name: str) -> BinaryIO:
+        file = self._logs / f"{name}.log"
+        try:
+            return open(file, "ab", buffering=0, opener=open_private)
+        except OSError as error:
+            self._complain(f"{file} cannot be written: {error.strerror}; what {name} says is not kept")
+            return open(os.devnull, "ab", buffering=0)
+
+    def _write(self, running: Running, line: bytes) -> None:
+        try:
+            running.log.write(line + b"\n")
+        except OSError as error:
+            file = self._logs / f"{running.program.name}.log"
+            self._complain(f"{file} cannot be written: {error.strerror}; lines are lost until it can")
 
     def _close(self, running: Running) -> None:
         stream = running.process.stdout

@@ -53,6 +53,14 @@ STACK: dict[str, Any] = {
 }
 
 
+BEATS = """
+import json, os, pathlib, signal, sys, time
+from stackrl.runtime import heartbeat
+heartbeat.start()
+"""
+"""The beginning of a role that gives signs of life."""
+
+
 @contextmanager
 def fresh_home(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A STACKRL_HOME of this test, whose runs are ended with it."""
@@ -76,12 +84,15 @@ def process(role: str, program: str, *arguments: str, index: int = 0) -> dict[st
     return {"role": role, "index": index, "node": 0, "pool": "trainer", "command": command, "cores": [0]}
 
 
-def make_run(*processes: dict[str, Any], prepared: bool = True) -> RunFolder:
-    """A run in the home of this test whose plan has these processes."""
+def make_run(*processes: dict[str, Any], prepared: bool = True, **limits: Any) -> RunFolder:
+    """A run in the home of this test whose plan has these processes. Its ``limits`` allow no restart, unless
+    they say so."""
     source = Path(os.environ["STACKRL_HOME"]) / "stack.yaml"
     source.parent.mkdir(exist_ok=True)
     source.write_text("name: fake\n")
-    run = create_run("fake", source, "hash", stack(), {"processes": list(processes)})
+    run = create_run(
+        "fake", source, "hash", stack(limits={"restarts": 0} | limits), {"processes": list(processes)}
+    )
     if prepared:
         run.model.mkdir(mode=0o700)
     return run

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
+from typing import NoReturn
 
 from stackrl.runtime.inference.server import command, environment, shares_gpu
+from stackrl.runtime.restarts import BAD_INPUT
 from stackrl.runtime.run import RunFolder, run_token
 
 
@@ -17,13 +20,19 @@ def main() -> None:
     run_token()
     stack, engines = arguments.run.stack(), arguments.run.endpoints().engines
     if not 0 <= arguments.engine < len(engines):
-        raise SystemExit(f"error: engine {arguments.engine} of a run with {len(engines)} engines")
+        _refuse(f"engine {arguments.engine} of a run with {len(engines)} engines")
     url = engines[arguments.engine]
     try:
         line = command(stack, arguments.run.model, url, _gpu_bytes() if shares_gpu(stack) else None)
     except ValueError as error:
-        raise SystemExit(f"error: {error}") from error
+        _refuse(str(error))
     os.execve(line[0], line, environment(stack, url))
+
+
+def _refuse(why: str) -> NoReturn:
+    """End with the exit code of bad input, with which nobody tries again."""
+    print(f"error: {why}", file=sys.stderr)
+    raise SystemExit(BAD_INPUT)
 
 
 def _gpu_bytes() -> int | None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 
+from stackrl.runtime import heartbeat
+
 BACKEND = "stackrl"
 
 _FALSE_ALARMS = "vllm.model_executor.model_loader.reload.layerwise"
@@ -11,7 +13,11 @@ _FALSE_ALARMS = "vllm.model_executor.model_loader.reload.layerwise"
 
 
 def register() -> None:
-    """Make ``--weight-transfer-config {"backend": "stackrl"}`` known. May be called more than once."""
+    """Make ``--weight-transfer-config {"backend": "stackrl"}`` known. May be called more than once.
+
+    From here on the process gives signs of life; those that vLLM forks of it do too.
+    """
+    heartbeat.start(follow_forks=True)
     from vllm.distributed.weight_transfer.factory import WeightTransferEngineFactory
 
     logging.getLogger(_FALSE_ALARMS).setLevel(logging.ERROR)

@@ -1,0 +1,182 @@
+"""The processes of a run on this node: started under an incarnation, ended, and started again."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from stackrl.runtime import checkpoints
+from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
+from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, Process
+from stackrl.runtime.launch.ports import free_ports
+from stackrl.runtime.notes import Notes
+from stackrl.runtime.restarts import Restart
+from stackrl.runtime.run import CORES_VARIABLE, TOKEN_VARIABLE, Endpoints, RunFolder
+from stackrl.runtime.supervisor import Program, Running, Supervisor
+
+
+class Roles:
+    """Engines, orchestrator and trainer ranks; the last two are the workers, which live and end together."""
+
+    def __init__(
+        self,
+        run: RunFolder,
+        processes: Sequence[Process],
+        token: str,
+        supervisor: Supervisor,
+        notes: Notes,
+        listener: Listener,
+    ) -> None:
+        self._run, self._token = run, token
+        self._supervisor, self._notes, self._listener = supervisor, notes, listener
+        self._processes = {process.name: process for process in processes}
+        self._engines = [process.name for process in processes if process.role == ENGINE]
+        self.workers = [process.name for process in processes if process.role != ENGINE]
+        self._starts: Counter[str] = Counter()
+
+    @property
+    def engines(self) -> list[str]:
+        return self._engines
+
+    @property
+    def ranks(self) -> list[str]:
+        return [name for name in self.workers if name != ORCHESTRATOR]
+
+    def running(self) -> dict[str, Running]:
+        """Processes that were started and have not ended."""
+        return {
+            name: running
+            for name, running in self._supervisor.running.items()
+            if name in self._processes and running.exit is None
+        }
+
+    def pids(self) -> dict[str, int]:
+        return {name: running.process.pid for name, running in self.running().items()}
+
+    def failures(self) -> list[Running]:
+        """Those that failed and whose failure has not been dealt with: the cause before its consequences.
+
+        The cause is a process that was killed, for none kills itself because another one failed; else the
+        one that ended first.
+        """
+        failed = [
+            running
+            for name, running in self._supervisor.running.items()
+            if name in self._processes and running.status == "failed" and not running.answered
+        ]
+        return sorted(failed, key=lambda running: (running.exit >= 0, running.ended_at))
+
+    def done(self) -> list[str]:
+        """Workers that have done their work."""
+        return [
+            name
+            for name in self.workers
+            if (running := self._supervisor.running.get(name)) and running.status == "done"
+        ]
+
+    def start(self) -> None:
+        """Engines first: they take longest to be ready."""
+        self._begin_incarnation(new_endpoints(len(self._engines)))
+        for name in self._engines:
+            self._start(name)
+        self._choose_checkpoint()
+        for name in self.workers:
+            self._start(name)
+
+    def end(self, names: Sequence[str]) -> None:
+        """End processes that are to be started again, and whatever is left of them."""
+        started = [name for name in names if name in self._supervisor.running]
+        self._supervisor.end_some(started)
+        for name in started:
+            self._listener.forget(name)
+
+    def start_again(self, restart: Restart) -> None:
+        """Do a restart that is due. Raises OSError."""
+        if restart.new_incarnation:
+            self._begin_incarnation(_moved(self._run.endpoints()))
+            self._choose_checkpoint()
+        for name in restart.processes:
+            self._start(name, restart.reason)
+
+    def _begin_incarnation(self, endpoints: Endpoints) -> None:
+        """Its number is on disk before anything is started under it."""
+        self._notes.change_durably(incarnation=self._notes.state.incarnation + 1)
+        self._run.write("endpoints.json", asdict(endpoints))
+
+    def _choose_checkpoint(self) -> None:
+        """Once for all roles. Reading a large one takes time, in which the programs are still listened to."""
+        path, found = self._run.checkpoints(self._run.stack()), list[Path | BaseException | None]()
+
+        def search() -> None:
+            try:
+                found.append(checkpoints.newest(path))
+            except BaseException as error:  # raised below, in the thread that can deal with it
+                found.append(error)
+
+        searching = threading.Thread(target=search, daemon=True)
+        searching.start()
+        while searching.is_alive():
+            self._supervisor.turn(0.05)
+        [chosen] = found
+        if isinstance(chosen, BaseException):
+            raise chosen
+        incarnation = self._notes.state.incarnation
+        if chosen or incarnation > 1:
+            source = chosen or f"the beginning: there is no checkpoint in {path} that can be used"
+            self._notes.say(f"incarnation {incarnation} starts from {source}")
+        self._run.write_restore(incarnation, chosen)
+
+    def _start(self, name: str, reason: str = "") -> None:
+        self._starts[name] += 1
+        headline = ""
+        if again := self._starts[name] - 1:
+            headline = f"--- started again ({again}) at {time.strftime('%Y-%m-%d %H:%M:%S')}: {reason}"
+        self._supervisor.start(self._program(self._processes[name]), headline)
+
+    def _program(self, process: Process) -> Program:
+        """The process with what it learns on this node: the run's folder, the token, its cores."""
+        environment = {
+            **process.environment,
+            TOKEN_VARIABLE: self._token,
+            CORES_VARIABLE: ",".join(map(str, process.cores)),
+            HEARTBEATS_VARIABLE: str(self._run.heartbeats),
+            "OMP_NUM_THREADS": str(max(1, len(process.cores))),
+        }
+        return Program(
+            process.name, process.command_for(self._run), environment, endless=process.role == ENGINE
+        )
+
+
+def new_endpoints(engines: int, host: str = "127.0.0.1") -> Endpoints:
+    """Free addresses for everybody."""
+    orchestrator, weights, rendezvous, *ports = free_ports(3 + engines, host)
+    return Endpoints(
+        orchestrator=f"http://{host}:{orchestrator}",
+        weights=f"http://{host}:{weights}",
+        engines=[f"http://{host}:{port}" for port in ports],
+        rendezvous=f"{host}:{rendezvous}",
+    )
+
+
+def _moved(before: Endpoints) -> Endpoints:
+    """Other addresses for the workers; the engines go on at theirs."""
+    host = urlsplit(before.orchestrator).hostname or "127.0.0.1"
+    return replace(new_endpoints(0, host), engines=before.engines)
+
+
+def words(running: Running) -> str:
+    """How a process failed, and in its own words why."""
+    why = running.complaint or running.last_line
+    return f"{running.program.name} {running.how}{f': {why}' if why else ''}"
+
+
+def blame(failed: Sequence[Running]) -> str:
+    """``failed`` in words, its first the cause of the others."""
+    cause, *consequences = failed
+    names = ", ".join(running.program.name for running in consequences)
+    return f"{words(cause)}{f' ({names} failed too)' if names else ''}"
