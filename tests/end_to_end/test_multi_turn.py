@@ -21,7 +21,7 @@ from trainer_runs import make_batches
 from stackrl.runtime.environments import make
 from stackrl.runtime.environments.reverse_text_tries import NO
 from stackrl.runtime.inference.client import Engine, Generation
-from stackrl.runtime.orchestrator.batching import micro_batch
+from stackrl.runtime.orchestrator.batching import document_names, micro_batch
 from stackrl.runtime.orchestrator.engines import Engines
 from stackrl.runtime.orchestrator.groups import Rollout
 from stackrl.runtime.orchestrator.rollout import Assignment, Limits, roll_out
@@ -98,8 +98,7 @@ async def _talk(real_engine: RealEngine) -> Talks:
 
     try:
         async with asyncio.TaskGroup() as tasks:
-            updating = tasks.create_task(engines.keep_current())
-            await engines.ready(60)
+            serving = tasks.create_task(engines.serve(lambda name, **fields: None, 60))
             waves: list[asyncio.Task[None]] = []
             for number in NUMBERS:
                 await publish(number)
@@ -108,7 +107,7 @@ async def _talk(real_engine: RealEngine) -> Talks:
                     await early
                 waves += wave
             await asyncio.gather(*waves)
-            updating.cancel()
+            serving.cancel()
     finally:
         publisher.close()
         await recorder.close()
@@ -184,6 +183,6 @@ def distance(engine: RealEngine, number: int, samples: Sequence[Sample]) -> floa
     """
     model = Decoder(shape_of(engine.run.model))
     model.load_state_dict(dict(engine.versions.tensors(number)))
-    micro = prepare(micro_batch(samples), torch.device("cpu"))
+    micro = prepare(micro_batch(samples, document_names(samples)), torch.device("cpu"))
     logprobs, _ = model(micro.tokens, micro.layout, micro.chosen, micro.temperatures)
     return float((logprobs - micro.engine_logprobs).abs().max())
