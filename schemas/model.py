@@ -56,6 +56,46 @@ class Shape(TypedDict, total=False):
     """Added to the variance in the norms."""
     rope_theta: PositiveFloat
     """Base of the rotary position embedding."""
+    num_experts: Positive
+    """Experts of a mixture (qwen3_moe)."""
+    num_local_experts: Positive
+    """Experts of a mixture (minimax_m2)."""
+    n_routed_experts: Positive
+    """Experts of a mixture (glm4_moe, glm_moe_dsa)."""
+    num_experts_per_tok: Positive
+    """Experts that a token goes through."""
+    moe_intermediate_size: Positive
+    """Width inside one expert; in minimax_m2 intermediate_size is that."""
+    norm_topk_prob: bool
+    """Make the weights of a token's experts sum to one."""
+    n_shared_experts: Positive
+    """Experts that all tokens go through (glm4_moe, glm_moe_dsa)."""
+    n_group: Positive
+    """Groups of experts; divides their number (glm4_moe, glm_moe_dsa)."""
+    topk_group: Positive
+    """Groups that a token's experts come from."""
+    routed_scaling_factor: PositiveFloat
+    """What the weights of a token's experts are multiplied with."""
+    first_k_dense_replace: Annotated[int, Field(ge=0)]
+    """First layers that have one feed-forward block instead of experts."""
+    use_qk_norm: bool
+    """A norm on each head's query and key (glm4_moe)."""
+    q_lora_rank: Positive
+    """Width that queries come from (glm_moe_dsa)."""
+    kv_lora_rank: Positive
+    """Width that keys and values come from (glm_moe_dsa)."""
+    qk_nope_head_dim: Positive
+    """Width of a head's query and key without position (glm_moe_dsa)."""
+    qk_rope_head_dim: Positive
+    """Width of a head's query and key with position (glm_moe_dsa)."""
+    v_head_dim: Positive
+    """Width of a head's value (glm_moe_dsa)."""
+    index_topk: Positive
+    """Tokens that a token attends to at most (glm_moe_dsa)."""
+    index_n_heads: Positive
+    """Heads of the indexer (glm_moe_dsa)."""
+    index_head_dim: Positive
+    """Width of one of its heads (glm_moe_dsa)."""
 
 
 class RandomModel(Model):
@@ -63,7 +103,7 @@ class RandomModel(Model):
 
     init: Literal["random"]
     """Where the first weights come from."""
-    architecture: Literal["llama", "qwen3"]
+    architecture: Literal["llama", "qwen3", "qwen3_moe", "glm4_moe", "glm_moe_dsa", "minimax_m2"]
     """Model family."""
     tokenizer: Literal["bytes"] = "bytes"
     """`bytes`: every byte is a token, plus ChatML's markers and roles (264 tokens)."""

@@ -10,7 +10,10 @@ from torch.nn.functional import log_softmax
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    Glm4MoeConfig,
+    GlmMoeDsaConfig,
     LlamaConfig,
+    MiniMaxM2Config,
     PreTrainedConfig,
     PreTrainedModel,
     Qwen3Config,
@@ -35,11 +38,39 @@ _SHAPE = dict(
     pad_token_id=262,
 )
 _EXPERTS = dict(num_experts=8, num_experts_per_tok=2, moe_intermediate_size=64, norm_topk_prob=True)
+_GLM_EXPERTS = dict(
+    n_routed_experts=16,
+    num_experts_per_tok=3,
+    n_group=4,
+    topk_group=2,
+    moe_intermediate_size=32,
+    routed_scaling_factor=1.5,
+    first_k_dense_replace=1,
+)
+_LATENT = dict(
+    num_key_value_heads=4,
+    q_lora_rank=24,
+    kv_lora_rank=32,
+    qk_rope_head_dim=16,
+    qk_nope_head_dim=24,
+    v_head_dim=32,
+    index_n_heads=8,
+    index_head_dim=32,
+    index_topk=12,
+)
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Of ``qwen3``, ``qwen3-tied``, ``qwen3-moe`` or ``llama``, with ``changes`` in transformers' words."""
+    """Of ``qwen3``, ``qwen3-tied``, ``qwen3-moe``, ``llama``, ``glm4-moe``, ``glm5`` or ``minimax-m2``, with
+    ``changes`` in transformers' words."""
     family, _, variant = kind.partition("-")
+    if family == "glm4":
+        return Glm4MoeConfig(**_SHAPE | _GLM_EXPERTS | changes)
+    if family == "glm5":
+        return GlmMoeDsaConfig(**_SHAPE | {"head_dim": 16} | _GLM_EXPERTS | _LATENT | changes)
+    if family == "minimax":
+        parts = dict(intermediate_size=32, num_local_experts=16, num_experts_per_tok=3)
+        return MiniMaxM2Config(**_SHAPE | parts | changes)
     if family == "llama":
         return LlamaConfig(**_SHAPE | {"head_dim": None} | changes)
     if variant == "moe":

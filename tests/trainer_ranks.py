@@ -73,7 +73,8 @@ def outcome(mesh: DeviceMesh, case: Case, samples: list[Sample] | None = None) -
     totals = accumulate(decoder, batch, OBJECTIVES[case.objective])
     norm = global_norm(decoder.parameters())
     for parameter in decoder.parameters():
-        parameter.data = parameter.grad
+        if parameter.requires_grad:
+            parameter.data = parameter.grad
     gradients = {name: gradient.clone() for name, gradient in gathered(decoder, torch.float32)}
     return Outcome(totals.metrics()["loss"], norm, gradients)
 

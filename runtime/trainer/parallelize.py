@@ -9,10 +9,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.families import shape_of
+from stackrl.runtime.trainer.models.mlp import Mixture
+from stackrl.runtime.trainer.models.names import FLOAT32, pieces
 from stackrl.schemas.trainer import Trainer
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -34,13 +37,16 @@ def build(path: Path, settings: Trainer, compute_dtype: str, mesh: DeviceMesh) -
 
 
 def shard(model: Decoder, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
-    """FSDP2: each layer is gathered when it runs; gradients are summed over ranks in float32."""
+    """FSDP2: each layer, and apart from it its experts, is gathered when it runs; gradients are summed over
+    ranks in float32."""
     precision = MixedPrecisionPolicy(
         param_dtype=None if compute_dtype == torch.float32 else compute_dtype,
         reduce_dtype=torch.float32,
         cast_forward_inputs=False,  # temperatures stay float32; hidden states already have the layers' type
     )
     for layer in model.model.layers:
+        if isinstance(layer.mlp, Mixture):
+            fully_shard(layer.mlp.experts, mesh=mesh, mp_policy=precision)
         fully_shard(layer, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
     for module in model.modules():
@@ -51,9 +57,14 @@ def shard(model: Decoder, mesh: DeviceMesh, compute_dtype: torch.dtype) -> None:
 
 
 def gathered(model: Decoder, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter, whole, on the CPU, in ``dtype``, one at a time. All ranks must consume it together.
+    """Every tensor of the model's files, whole, on the CPU, in ``dtype``, layer by layer under the names that
+    transformers and the engines read. What must not be rounded keeps its type. All ranks must consume it
+    together.
 
     A tensor may share memory with the parameter: copy what is kept beyond the next optimizer step.
     """
-    for name, parameter in model.named_parameters():
-        yield name, parameter.detach().to(dtype).full_tensor().cpu()
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.detach() if name.endswith(FLOAT32) else tensor.detach().to(dtype)
+        whole = (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).cpu()
+        for piece in pieces(name, whole.shape, model.names):
+            yield piece.name, piece.of(whole)

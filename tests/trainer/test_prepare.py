@@ -41,6 +41,45 @@ def test_a_random_model_is_what_transformers_expects(tmp_path: Path, architectur
     assert model.model.norm.weight.eq(1).all()
 
 
+MIXTURE = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_experts_per_tok": 2}
+GLM = {
+    "n_routed_experts": 8,
+    "moe_intermediate_size": 32,
+    "intermediate_size": 96,
+    "first_k_dense_replace": 1,
+}
+LATENT = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 24,
+    "kv_lora_rank": 32,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "index_n_heads": 4,
+    "index_head_dim": 32,
+    "index_topk": 64,
+}
+MIXTURES = {
+    "qwen3_moe": {"num_experts": 8, "moe_intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16},
+    "glm4_moe": GLM | {"n_group": 2, "topk_group": 1, "num_key_value_heads": 2, "use_qk_norm": True},
+    "glm_moe_dsa": GLM | LATENT,
+    "minimax_m2": {"num_local_experts": 8, "intermediate_size": 32, "num_key_value_heads": 2, "head_dim": 16},
+}
+
+
+@pytest.mark.parametrize("architecture", MIXTURES)
+def test_a_random_mixture_is_what_transformers_expects(tmp_path: Path, architecture: str) -> None:
+    source = {"init": "random", "architecture": architecture, "dtype": "bfloat16"}
+    run = prepared(tmp_path, source | {"config": MIXTURE | MIXTURES[architecture]})
+    model, report = AutoModelForCausalLM.from_pretrained(run.model, output_loading_info=True)
+    assert not any(report[fault] for fault in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    assert model.config.vocab_size == 264
+    matrices = model.model.layers[1].mlp.experts
+    for matrix in (matrices.gate_up_proj, matrices.down_proj):
+        assert matrix.float().std().item() == pytest.approx(0.02, rel=0.05)
+    assert model(input_ids=torch.arange(20)[None]).logits.isfinite().all()
+
+
 def test_the_tokenizer_has_a_token_for_every_byte_marker_and_role(tmp_path: Path) -> None:
     run = prepared(tmp_path, random())
     tokenizer = AutoTokenizer.from_pretrained(run.model)
@@ -104,6 +143,7 @@ def test_an_incomplete_folder_is_refused_and_leaves_nothing(tmp_path: Path, dama
     [
         ({"id": "./nowhere"}, "neither a folder nor a name on the hub"),
         ({"id": "a/b/c"}, "neither a folder nor a name on the hub"),
+        (random(num_experts=8), "model.config.num_experts is no key of qwen3 models"),
         ({"init": "package", "package": "no-such-package", "file": "x.gguf"}, "pip install"),
         ({"init": "package", "package": "torch", "file": "x.gguf"}, "torch does not ship 'x.gguf'"),
         (

@@ -1,21 +1,24 @@
-"""A dense decoder on packed tokens. Parameters carry the names that Hugging Face gives them.
+"""A decoder on packed tokens. Parameters carry the names that transformers gives them.
 
-Written for one device; parallelize.py shards it from outside. The families (families.py) differ in a few
-switches of `Shape`.
+Written for one device; parallelize.py shards it from outside. What its blocks are is in `Shape`, which the
+families (families/) make; what its files call the parameters, in names.py.
 """
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from stackrl.runtime.trainer.head import token_logprobs
-from stackrl.runtime.trainer.models.documents import Documents, attend
-from stackrl.runtime.trainer.models.families import Rope, Shape
+from stackrl.runtime.trainer.models import shape as shapes
+from stackrl.runtime.trainer.models.attention import Attention
+from stackrl.runtime.trainer.models.documents import Choice, Documents
+from stackrl.runtime.trainer.models.latent import LatentAttention
+from stackrl.runtime.trainer.models.mlp import Mixture, Mlp
+from stackrl.runtime.trainer.models.norm import Norm
+from stackrl.runtime.trainer.models.rotary import Rotation, rotation
+from stackrl.runtime.trainer.models.shape import Shape
 
 
 class Decoder(nn.Module):
@@ -24,6 +27,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape, *, head_chunk: int = 1024, recompute: bool = False) -> None:
         """``head_chunk``: tokens per chunk of the head; ``recompute``: layers keep no activations."""
         super().__init__()
+        self.names = shape.names
         self.head_chunk = head_chunk
         self.model = Body(shape, recompute)
         self.lm_head = None if shape.tied else nn.Linear(shape.hidden, shape.vocabulary, bias=False)
@@ -57,109 +61,51 @@ class Body(nn.Module):
 
     def __init__(self, shape: Shape, recompute: bool) -> None:
         super().__init__()
-        self.rope, self.head_size = shape.rope, shape.head_size
+        self.rope = shape.rope
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(shape, recompute) for _ in range(shape.layers))
+        self.layers = nn.ModuleList(Layer(layer, shape, recompute) for layer in shape.layers)
         self.norm = Norm(shape.hidden, shape.epsilon)
 
     def forward(self, tokens: Tensor, documents: Documents) -> Tensor:
         states = self.embed_tokens(tokens)
-        rotation = rotary(documents.positions, self.head_size, self.rope, states.dtype)
+        turn = rotation(documents.positions, self.rope, states.dtype)
+        choice = None
         for layer in self.layers:
-            states = layer(states, rotation, documents)
+            states, choice = layer(states, turn, documents, choice)
         return self.norm(states)
 
 
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, shape: Shape, recompute: bool) -> None:
+    def __init__(self, layer: shapes.Layer, shape: Shape, recompute: bool) -> None:
         super().__init__()
         self.recompute = recompute
         self.input_layernorm = Norm(shape.hidden, shape.epsilon)
-        self.self_attn = Attention(shape)
+        self.sparse = isinstance(layer.attention, shapes.LatentAttention)
+        if self.sparse:
+            self.self_attn = LatentAttention(layer.attention, shape.hidden)
+        else:
+            self.self_attn = Attention(layer.attention, shape.hidden, shape.epsilon)
         self.post_attention_layernorm = Norm(shape.hidden, shape.epsilon)
-        self.mlp = Mlp(shape)
+        mixture = isinstance(layer.mlp, shapes.Experts)
+        self.mlp = Mixture(layer.mlp, shape.hidden) if mixture else Mlp(layer.mlp, shape.hidden)
 
-    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], documents: Documents) -> Tensor:
+    def forward(
+        self, states: Tensor, turn: Rotation, documents: Documents, choice: Choice | None
+    ) -> tuple[Tensor, Choice | None]:
+        """``choice``: the tokens that sparse attention of the layer before chose; this one's is returned."""
         if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, states, rotation, documents, use_reentrant=False)
-        return self._forward(states, rotation, documents)
+            return checkpoint(self._forward, states, turn, documents, choice, use_reentrant=False)
+        return self._forward(states, turn, documents, choice)
 
-    def _forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], documents: Documents) -> Tensor:
-        states = states + self.self_attn(self.input_layernorm(states), rotation, documents)
-        return states + self.mlp(self.post_attention_layernorm(states))
-
-
-class Attention(nn.Module):
-    """Grouped-query attention (arXiv 2305.13245) with rotary positions."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.head_size = shape.head_size
-        queries, keys = shape.heads * shape.head_size, shape.key_value_heads * shape.head_size
-        self.q_proj = nn.Linear(shape.hidden, queries, bias=shape.attention_bias)
-        self.k_proj = nn.Linear(shape.hidden, keys, bias=shape.attention_bias)
-        self.v_proj = nn.Linear(shape.hidden, keys, bias=shape.attention_bias)
-        self.o_proj = nn.Linear(queries, shape.hidden, bias=shape.attention_bias)
-        norms = (Norm(shape.head_size, shape.epsilon) for _ in range(2))
-        self.q_norm, self.k_norm = norms if shape.query_key_norm else (nn.Identity(), nn.Identity())
-
-    def forward(self, states: Tensor, rotation: tuple[Tensor, Tensor], documents: Documents) -> Tensor:
-        query, key, value = (
-            project(states).unflatten(-1, (-1, self.head_size))
-            for project in (self.q_proj, self.k_proj, self.v_proj)
-        )
-        query, key = rotate(self.q_norm(query), rotation), rotate(self.k_norm(key), rotation)
-        return self.o_proj(attend(query, key, value, documents).flatten(1))
-
-
-class Mlp(nn.Module):
-    """SwiGLU (arXiv 2002.05202)."""
-
-    def __init__(self, shape: Shape) -> None:
-        super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias)
-        self.up_proj = nn.Linear(shape.hidden, shape.intermediate, bias=shape.mlp_bias)
-        self.down_proj = nn.Linear(shape.intermediate, shape.hidden, bias=shape.mlp_bias)
-
-    def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
-
-
-class Norm(nn.Module):
-    """RMSNorm (arXiv 1910.07467), computed in float32 and rounded before the weight, as the engines do."""
-
-    def __init__(self, size: int, epsilon: float) -> None:
-        super().__init__()
-        self.epsilon = epsilon
-        self.weight = nn.Parameter(torch.ones(size))
-
-    def forward(self, states: Tensor) -> Tensor:
-        wide = states.float()
-        scale = torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.epsilon)
-        return self.weight * (wide * scale).to(states.dtype)
-
-
-def rotary(positions: Tensor, size: int, rope: Rope, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each token's rotation, [T, 1, size] in ``dtype``."""
-    exponents = torch.arange(0, size, 2, device=positions.device, dtype=torch.float32) / size
-    angles = positions[:, None].float() * _stretched(1.0 / rope.theta**exponents, rope)
-    angles = torch.cat([angles, angles], dim=-1)[:, None]
-    return angles.cos().to(dtype), angles.sin().to(dtype)
-
-
-def rotate(states: Tensor, rotation: tuple[Tensor, Tensor]) -> Tensor:
-    """Rotate [T, heads, size]; dimension i turns together with i + size / 2."""
-    cosine, sine = rotation
-    low, high = states.chunk(2, dim=-1)
-    return states * cosine + torch.cat([-high, low], dim=-1) * sine
-
-
-def _stretched(frequencies: Tensor, rope: Rope) -> Tensor:
-    """Llama 3's scaling: long wavelengths divided by ``factor``, short ones kept, a ramp between."""
-    if rope.factor == 1.0:
-        return frequencies
-    turns = rope.original_length * frequencies / (2 * math.pi)
-    ramp = (turns - rope.low_frequency_factor) / (rope.high_frequency_factor - rope.low_frequency_factor)
-    return torch.lerp(frequencies / rope.factor, frequencies, ramp.clamp(0, 1))
+    def _forward(
+        self, states: Tensor, turn: Rotation, documents: Documents, choice: Choice | None
+    ) -> tuple[Tensor, Choice | None]:
+        mixed = self.input_layernorm(states)
+        if self.sparse:
+            mixed, choice = self.self_attn(mixed, turn, documents, choice)
+        else:
+            mixed = self.self_attn(mixed, turn, documents)
+        states = states + mixed
+        return states + self.mlp(self.post_attention_layernorm(states)), choice

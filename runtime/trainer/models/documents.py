@@ -48,19 +48,39 @@ def layout(lengths: np.ndarray, device: torch.device | str = "cpu") -> Documents
     return Documents(torch.from_numpy(positions).to(device), blocks, torch.from_numpy(order).to(device))
 
 
-def attend(query: Tensor, key: Tensor, value: Tensor, documents: Documents) -> Tensor:
-    """Causal attention within each document.
+Choice = list[Tensor | None]
+"""For each block, which of its places each one attends to, int64 [d, L, chosen]: those that lie later do not
+count. None: all earlier ones."""
 
-    ``query`` [T, heads, size], ``key`` and ``value`` [T, key_value_heads, size] → [T, heads, size].
+
+def attend(
+    query: Tensor, key: Tensor, value: Tensor, documents: Documents, choice: Choice | None = None
+) -> Tensor:
+    """Causal attention within each document, to all tokens or to the chosen ones.
+
+    ``query`` [T, heads, size], ``key`` [T, key_value_heads, size], ``value`` [T, key_value_heads, value size]
+    → [T, heads, value size].
     """
     results = []
-    for block in documents.blocks:
-        q, k, v = (_gather(states, block) for states in (query, key, value))
-        result = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    queries, keys, values = (blocks_of(states, documents) for states in (query, key, value))
+    for q, k, v, chosen in zip(queries, keys, values, choice or [None] * len(queries), strict=True):
+        result = F.scaled_dot_product_attention(
+            *(states.transpose(1, 2) for states in (q, k, v)),
+            attn_mask=None if chosen is None else _mask(chosen),
+            is_causal=chosen is None,
+            enable_gqa=True,
+        )
         results.append(result.transpose(1, 2).flatten(0, 1))
     return torch.cat(results).index_select(0, documents.order)
 
 
-def _gather(states: Tensor, block: Tensor) -> Tensor:
-    """[T, heads, size] → [d, heads, L, size]."""
-    return states.index_select(0, block.flatten()).unflatten(0, block.shape).transpose(1, 2)
+def blocks_of(states: Tensor, documents: Documents) -> list[Tensor]:
+    """[T, ...] → [d, L, ...] for each block."""
+    return [states.index_select(0, block.flatten()).unflatten(0, block.shape) for block in documents.blocks]
+
+
+def _mask(chosen: Tensor) -> Tensor:
+    """int64 [d, L, chosen] → bool [d, 1, L, L]: chosen, and not later."""
+    documents, length, _ = chosen.shape
+    mask = torch.zeros(documents, length, length, dtype=torch.bool, device=chosen.device)
+    return mask.scatter_(-1, chosen, True).tril_()[:, None]

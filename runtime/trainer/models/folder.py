@@ -12,32 +12,40 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from stackrl.runtime.run import write_durably
-from stackrl.runtime.trainer.models.families import ModelError
+from stackrl.runtime.trainer.models.decoder import Decoder
+from stackrl.runtime.trainer.models.names import Piece, pieces
+from stackrl.runtime.trainer.models.shape import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
 
 
-def load(model: nn.Module, folder: Path) -> None:
-    """Fill every parameter of ``model`` from ``folder``; a sharded one reads its own part.
+@torch.no_grad()
+def load(model: Decoder, folder: Path) -> None:
+    """Fill the parameters and buffers of ``model`` from ``folder``; of a sharded one, only its part is read.
 
     Raises ModelError naming the tensors that are missing, unexpected or of another shape.
     """
-    with _open(folder) as (files, names):
-        expected = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    wanted = [
+        (tensor, piece)
+        for name, tensor in model.state_dict().items()
+        for piece in pieces(name, tensor.shape, model.names)
+    ]
+    with _open(folder) as (files, places):
         _compare(
             folder,
-            {name: list(files[file].get_slice(name).get_shape()) for name, file in names.items()},
-            expected,
+            {name: list(files[file].get_slice(name).get_shape()) for name, file in places.items()},
+            {piece.name: piece.shape for _, piece in wanted},
+            model.names.ignored,
         )
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(_placed(files[names[name]].get_tensor(name).to(parameter.dtype), parameter))
+        for tensor, piece in wanted:
+            _fill(tensor, piece, files[places[piece.name]])
 
 
 def save(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -114,8 +122,34 @@ def _open(folder: Path):
         yield files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118
 
 
-def _compare(folder: Path, found: dict[str, list[int]], expected: dict[str, list[int]]) -> None:
-    unexpected = {name for name in found.keys() - expected.keys() if not _redundant(name)}
+def _fill(tensor: Tensor, piece: Piece, file: safe_open) -> None:
+    """Copy ``piece`` from ``file`` into ``tensor``, or as much of it as lies in this rank's part."""
+    local, offset = tensor, (0,) * tensor.ndim
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    # in the dimensions of the whole tensor: from where to where both the piece and this rank's part reach
+    begin = [max(b, o) for b, o in zip(piece.begin, offset, strict=True)]
+    end = [
+        min(b + size, o + held)
+        for b, size, o, held in zip(piece.begin, piece.size, offset, local.shape, strict=True)
+    ]
+    if any(e <= b for b, e in zip(begin, end, strict=True)):
+        return
+    source = tuple(slice(b - p, e - p) for b, e, p in zip(begin, end, piece.begin, strict=True))
+    target = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offset, strict=True))
+    part = file.get_slice(piece.name)[source[piece.stacked :]]
+    local[target].copy_(part[None] if piece.stacked else part)
+
+
+def _compare(
+    folder: Path, found: dict[str, list[int]], expected: dict[str, list[int]], ignored: tuple[str, ...]
+) -> None:
+    unexpected = {
+        name
+        for name in found.keys() - expected.keys()
+        if not _redundant(name) and not name.startswith(ignored)
+    }
     faults = [f"{name} is missing" for name in sorted(expected.keys() - found.keys())]
     faults += [f"{name} is unexpected" for name in sorted(unexpected)]
     faults += [
@@ -131,14 +165,6 @@ def _compare(folder: Path, found: dict[str, list[int]], expected: dict[str, list
 def _redundant(name: str) -> bool:
     """Tensors that some folders repeat: a tied head, and frequencies that follow from the config."""
     return name == "lm_head.weight" or name.endswith("rotary_emb.inv_freq")
-
-
-def _placed(whole: Tensor, parameter: Tensor) -> Tensor:
-    """``whole``, cut as ``parameter`` is. Every rank holds the whole tensor, so nothing is sent."""
-    if isinstance(parameter, DTensor):
-        mesh, placements = parameter.device_mesh, parameter.placements
-        return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
-    return whole
 
 
 def _parts(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[dict[str, Tensor]]:

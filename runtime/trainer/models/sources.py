@@ -16,12 +16,15 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
 )
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
 from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.byte_tokenizer import VOCABULARY, byte_tokenizer
-from stackrl.runtime.trainer.models.decoder import Decoder, Norm
+from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.families import ModelError, shape_of
+from stackrl.runtime.trainer.models.mlp import Experts, Router
+from stackrl.runtime.trainer.models.norm import Norm
+from stackrl.runtime.trainer.parallelize import gathered
 from stackrl.schemas.model import PackagedModel, PretrainedModel, RandomModel
 
 
@@ -37,16 +40,23 @@ def random_model(source: RandomModel, seed: int, target: Path) -> None:
     model = Decoder(shape_of(target))
     initialize(model, config.initializer_range, seed)
     dtype = getattr(torch, source.dtype)
-    folder.save(((name, p.detach().to(dtype)) for name, p in model.named_parameters()), target)
+    folder.save(gathered(model, dtype), target)
 
 
 @torch.no_grad()
 def initialize(model: Decoder, deviation: float, seed: int) -> None:
-    """Normal matrices, zero biases, norms of one."""
+    """Normal matrices, zero biases, norms of one; the same weights for the same ``seed``."""
     generator = torch.Generator().manual_seed(seed)
     for module in model.modules():
         if isinstance(module, Norm):
             module.weight.fill_(1.0)
+        elif isinstance(module, torch.nn.LayerNorm):
+            module.reset_parameters()
+        elif isinstance(module, Router | Experts):
+            for matrix in module.parameters():
+                matrix.normal_(0.0, deviation, generator=generator)
+            for bias in module.buffers():
+                bias.zero_()
         elif isinstance(module, torch.nn.Linear | torch.nn.Embedding):
             module.weight.normal_(0.0, deviation, generator=generator)
             if getattr(module, "bias", None) is not None:
@@ -92,8 +102,10 @@ def packaged_model(source: PackagedModel, target: Path) -> None:
 
 def _config_of(source: RandomModel) -> PretrainedConfig:
     """The family's config of transformers. The stack's schema has checked the keys."""
-    kind = {"llama": LlamaConfig, "qwen3": Qwen3Config}[source.architecture]
+    kind = CONFIG_MAPPING[source.architecture]
     values = dict(source.config)
+    if foreign := [key for key in values if key not in _keys_of(kind())]:
+        raise ModelError(f"model.config.{foreign[0]} is no key of {source.architecture} models; remove it")
     theta = values.pop("rope_theta", 10000.0)
     try:
         return kind(
@@ -105,6 +117,11 @@ def _config_of(source: RandomModel) -> PretrainedConfig:
         )
     except (TypeError, ValueError) as error:
         raise ModelError(f"model.config does not make a {source.architecture} model: {error}") from error
+
+
+def _keys_of(config: PretrainedConfig) -> set[str]:
+    """What the family's config understands, under its own names and transformers' second ones."""
+    return {*config.to_dict(), *config.attribute_map, "head_dim", "rope_theta"}
 
 
 def _download(source: PretrainedModel) -> Path:

@@ -1,0 +1,46 @@
+"""From a Hugging Face config to the shape of our decoder: one short file per model family."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from stackrl.runtime.trainer.models.families import glm4_moe, glm_moe_dsa, llama, minimax_m2, qwen3, qwen3_moe
+from stackrl.runtime.trainer.models.shape import ModelError, Shape
+
+__all__ = ["FAMILIES", "ModelError", "shape_of"]
+
+FAMILIES: dict[str, Callable[[dict[str, Any]], Shape]] = {
+    "llama": llama.shape,
+    "qwen3": qwen3.shape,
+    "qwen3_moe": qwen3_moe.shape,
+    "glm4_moe": glm4_moe.shape,
+    "glm_moe_dsa": glm_moe_dsa.shape,
+    "minimax_m2": minimax_m2.shape,
+}
+"""By the config's `model_type`."""
+
+
+def shape_of(folder: Path) -> Shape:
+    """The shape of the model in a Hugging Face ``folder``. Raises ModelError where the trainer lacks it."""
+    file = folder / "config.json"
+    try:
+        config = json.loads(file.read_bytes())
+    except FileNotFoundError:
+        raise ModelError(f"{folder} has no config.json: it is not a Hugging Face model folder") from None
+    family = config.get("model_type")
+    if family not in FAMILIES:
+        raise ModelError(
+            f"the trainer has no model family {family!r} ({folder}); it has {', '.join(FAMILIES)}"
+        )
+    if config.get("quantization_config"):
+        raise ModelError(
+            f"the weights in {folder} are quantised ({file.name} has quantization_config); "
+            "the trainer needs the same model in bfloat16 or float32"
+        )
+    try:
+        return FAMILIES[family](config)
+    except KeyError as error:
+        raise ModelError(f"{file} lacks {error.args[0]!r}") from None

@@ -1,0 +1,117 @@
+"""The gated MLP, and a mixture of many of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from stackrl.runtime.trainer.models import shape as shapes
+
+
+class Mlp(nn.Module):
+    """SwiGLU (arXiv 2002.05202)."""
+
+    def __init__(self, shape: shapes.Mlp, hidden: int) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(hidden, shape.intermediate, bias=shape.bias)
+        self.up_proj = nn.Linear(hidden, shape.intermediate, bias=shape.bias)
+        self.down_proj = nn.Linear(shape.intermediate, hidden, bias=shape.bias)
+
+    def forward(self, states: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+
+
+class Mixture(nn.Module):
+    """Each token goes through the few experts that the router chooses, and the shared one if there is one."""
+
+    def __init__(self, shape: shapes.Experts, hidden: int) -> None:
+        super().__init__()
+        self.gate = Router(shape, hidden)
+        self.experts = Experts(shape, hidden)
+        self.shared_experts = Mlp(shapes.Mlp(shape.shared), hidden) if shape.shared else None
+
+    def forward(self, states: Tensor) -> Tensor:
+        """[T, H] → [T, H]."""
+        weights, chosen = self.gate(states)
+        mixed = (self.dispatch(states, chosen) * weights[..., None]).sum(1).to(states.dtype)
+        return mixed if self.shared_experts is None else mixed + self.shared_experts(states)
+
+    def dispatch(self, states: Tensor, chosen: Tensor) -> Tensor:
+        """What each token's experts make of it: ``states`` [T, H], ``chosen`` int64 [T, k] → [T, k, H]."""
+        order = chosen.flatten().argsort(stable=True)
+        counts = chosen.flatten().bincount(minlength=self.gate.number)
+        results = self.experts(states.index_select(0, order // chosen.shape[1]), counts)
+        return results.index_select(0, order.argsort()).unflatten(0, chosen.shape)
+
+
+class Router(nn.Module):
+    """Which experts a token goes through, and how much each of them counts."""
+
+    def __init__(self, shape: shapes.Experts, hidden: int) -> None:
+        super().__init__()
+        self.shape, self.number = shape, shape.number
+        self.weight = nn.Parameter(torch.empty(shape.number, hidden))
+        # float32 whatever the model's type: rounded, it would choose other experts than the engine does
+        bias = torch.zeros(shape.number, dtype=torch.float32) if shape.corrected else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """[T, H] → weights float32 [T, k] and experts int64 [T, k]."""
+        if self.shape.score == "softmax":
+            scores = F.linear(states, self.weight).float().softmax(-1)
+        else:
+            scores = F.linear(states.float(), self.weight.float()).sigmoid()
+        chosen = self.choose(scores.detach())
+        weights = scores.gather(1, chosen)
+        if self.shape.normalized:
+            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+        if self.shape.score == "softmax":
+            weights = weights.to(states.dtype).float()
+        return weights * self.shape.scale, chosen
+
+    def choose(self, scores: Tensor) -> Tensor:
+        """The experts of each token by its ``scores`` [T, E], int64 [T, k]."""
+        if self.shape.corrected:
+            scores = scores + self.e_score_correction_bias
+        if self.shape.groups > 1:
+            grouped = scores.unflatten(1, (self.shape.groups, -1))
+            best = grouped.topk(2).values.sum(-1).topk(self.shape.groups_chosen).indices
+            allowed = torch.zeros_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, True)
+            scores = grouped.masked_fill(~allowed[..., None], -torch.inf).flatten(1)
+        return scores.topk(self.shape.chosen, sorted=False).indices
+
+
+class Experts(nn.Module):
+    """The matrices of all experts, stacked."""
+
+    def __init__(self, shape: shapes.Experts, hidden: int) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(torch.empty(shape.number, 2 * shape.intermediate, hidden))
+        self.down_proj = nn.Parameter(torch.empty(shape.number, hidden, shape.intermediate))
+
+    def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
+        """``rows`` [N, H], those of the first expert first; ``counts`` int64 [E], which sum to N → [N, H]."""
+        product = grouped_product if groupable(self.gate_up_proj, self.down_proj) else looped_product
+        gate, up = product(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
+        return product(F.silu(gate) * up, self.down_proj, counts)
+
+
+def groupable(*matrices: Tensor) -> bool:
+    """Whether torch's grouped product takes them: it wants rows of a multiple of 16 bytes, both ways."""
+    return all(size * matrix.element_size() % 16 == 0 for matrix in matrices for size in matrix.shape[1:])
+
+
+def grouped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """Rows of each expert times its matrix transposed, in one kernel.
+
+    ``rows`` [N, in], ``matrices`` [E, out, in], ``counts`` int64 [E] → [N, out]. Counts must sum to N: what
+    rows beyond them would hold is undefined.
+    """
+    return F.grouped_mm(rows, matrices.transpose(1, 2), offs=counts.cumsum(0).to(torch.int32))
+
+
+def looped_product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """As `grouped_product`, expert by expert."""
+    parts = rows.split(counts.tolist())
+    return torch.cat([F.linear(part, matrix) for part, matrix in zip(parts, matrices.unbind(), strict=True)])
