@@ -16,6 +16,7 @@ from stackrl.schemas import skypilot
 from stackrl.schemas.environments import EnvironmentType
 from stackrl.schemas.problems import STACK
 from stackrl.schemas.stack import Stack
+from stackrl.schemas.stages import CHANGED
 
 CHANGE = "Change"
 """Ends the names of models that hold what a stage changes (schemas/stages.py)."""
@@ -28,7 +29,9 @@ def stack_schema() -> dict[str, Any]:
     schema["$defs"]["Stack"] = {key: value for key, value in schema.items() if key != "$defs"}
     documented = descriptions()
     for name, model in schema["$defs"].items():
-        fields = documented.get(name) or documented.get(name.removesuffix(CHANGE), {})
+        fields = documented.get(name) or {
+            key: text for changed in changed_by(name) for key, text in documented[changed].items()
+        }
         for key, field in model.get("properties", {}).items():
             field.pop("title", None)
             text = fields.get(key) or _own_description(field, schema["$defs"])
@@ -36,6 +39,13 @@ def stack_schema() -> dict[str, Any]:
                 field["description"] = field["markdownDescription"] = text
     schema["$defs"]["Environment"]["allOf"] = [_arguments(kind) for kind in get_args(EnvironmentType)]
     return {"$ref": "#/$defs/Stack", "$defs": schema["$defs"]}
+
+
+def changed_by(name: str) -> list[str]:
+    """The models that a model called ``name`` can be a change of."""
+    return [
+        model.__name__ for change, models in CHANGED.items() for model in models if change.__name__ == name
+    ]
 
 
 def file_schema() -> dict[str, Any]:

@@ -10,7 +10,6 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path as File
-from typing import Any
 
 from stackrl.schemas import skypilot
 from stackrl.schemas.engine_arguments import refusal
@@ -22,18 +21,28 @@ from stackrl.schemas.rules_of_operation import (
     secrets_are_brought,
     shared_checkpoints,
 )
+from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
 from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
 
 Problems = Iterator[Problem]
 
-POSITIONS = {"llama": 2048, "qwen3": 32768}
+POSITIONS = {
+    "llama": 2048,
+    "qwen3": 32768,
+    "qwen3_moe": 32768,
+    "glm4_moe": 131072,
+    "glm_moe_dsa": 202752,
+    "minimax_m2": 196608,
+}
 """`max_position_embeddings` where a random model leaves it out: the default of the family's config class."""
 
 
 def check(stack: Stack, task: Task | None, file: File) -> list[Problem]:
     """All problems. ``task`` is None where SkyPilot's keys are wrong themselves: its rules wait then."""
+    if foreign := list(changes_belong(stack)):
+        return foreign
     problems = [problem for rule in STACK_RULES for problem in rule(stack)]
     if task is not None:
         problems += [problem for rule in TASK_RULES for problem in rule(stack, task)]
@@ -91,12 +100,6 @@ def replies_fit(stack: Stack) -> Problems:
 
 def steps_suffice(stack: Stack) -> Problems:
     for index, stage in enumerate(stack.stages):
-        warmup = settings_of(stack, stage).optimizer.warmup_steps
-        if warmup > stage.steps:
-            what = f"{warmup} warmup steps, but stage {stage.name} has {stage.steps} steps"
-            yield Problem(
-                _set_here(stage, index, "optimizer", "warmup_steps"), what, "lower the warmup steps"
-            )
         if isinstance(stage, SupervisedStage) and stage.clean_steps > stage.steps:
             what = f"{stage.clean_steps} clean steps, but the stage has {stage.steps}"
             yield Problem(at("stages", index, "clean_steps"), what, f"make it at most {stage.steps}")
@@ -305,6 +308,8 @@ STACK_RULES = (
     batches_hold_whole_groups,
     replies_fit,
     steps_suffice,
+    schedules_fit,
+    nesterov_has_momentum,
     environment_arguments,
     engine_arguments,
     model_holds_replies,
@@ -344,11 +349,3 @@ def _by_stage(stack: Stack, section: str):
     for index, stage in enumerate(stack.stages):
         if isinstance(stage, RlStage) and getattr(stage, section) is not None:
             yield at("stages", index, section), getattr(settings_of(stack, stage), section)
-
-
-def _set_here(stage: Any, index: int, section: str, key: str) -> Path:
-    """Where a value of a stage is written: in the stage, or in the section it takes it from."""
-    change = getattr(stage, section)
-    if change is not None and getattr(change, key) is not None:
-        return at("stages", index, section, key)
-    return at("stages", index)

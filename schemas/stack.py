@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -13,9 +13,9 @@ from stackrl.schemas.guards import Guards
 from stackrl.schemas.inference import Inference, PullWeights, Sampling, Weights
 from stackrl.schemas.limits import Limits
 from stackrl.schemas.model import ModelSource
-from stackrl.schemas.optimizers import AdamW
+from stackrl.schemas.optimizers import Optimizer
 from stackrl.schemas.roles import Roles
-from stackrl.schemas.stages import RlStage, Stage
+from stackrl.schemas.stages import Change, RlStage, Stage
 from stackrl.schemas.trainer import Trainer
 
 
@@ -93,7 +93,7 @@ class StageSettings(Model):
     algorithm: Algorithm
     environments: list[Environment]
     sampling: Sampling
-    optimizer: AdamW
+    optimizer: Optimizer
 
 
 def settings_of(stack: Stack, stage: Stage) -> StageSettings:
@@ -107,7 +107,14 @@ def settings_of(stack: Stack, stage: Stage) -> StageSettings:
     )
 
 
-def _changed(model: Model, change: Model | None) -> Model:
-    if change is None:
-        return model
-    return type(model).model_validate(model.model_dump() | change.model_dump(exclude_none=True))
+def _changed(model: Model, change: Change | None) -> Model | dict[str, Any]:
+    return model if change is None else _merged(model.model_dump(), change)
+
+
+def _merged(values: dict[str, Any], change: Change) -> dict[str, Any]:
+    """``values`` of a section with ``change`` applied. Those of another `type` say nothing about the new."""
+    given = change.model_dump(exclude_none=True)
+    if given.get("type", values.get("type")) != values.get("type"):
+        values = {}
+    sections = {key: part for key in given if isinstance(part := getattr(change, key), Change)}
+    return values | given | {key: _merged(values.get(key, {}), part) for key, part in sections.items()}

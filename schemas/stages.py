@@ -10,28 +10,41 @@ from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.base import Model, Name, variant
 from stackrl.schemas.environments import Environment
 from stackrl.schemas.inference import Sampling
-from stackrl.schemas.optimizers import AdamW
+from stackrl.schemas.optimizers import OPTIMIZERS
+from stackrl.schemas.schedules import SCHEDULES
 
 
-def _partial(model: type[Model]) -> type[Model]:
-    """`model` with every key optional: a stage says only what it changes."""
-    fields: dict[str, Any] = {
-        name: (field.annotation | None, Field(default=None, description=field.description))
-        if not field.metadata
-        else (
-            Annotated[field.annotation, *field.metadata] | None,
-            Field(default=None, description=field.description),
-        )
-        for name, field in model.model_fields.items()
-    }
-    return create_model(
-        f"{model.__name__}Change", __base__=Model, __doc__=f"Changes to {model.__name__}.", **fields
-    )
+class Change(Model):
+    """What a stage changes of a section: every key may be left out."""
 
 
-AlgorithmChange = _partial(Algorithm)
-SamplingChange = _partial(Sampling)
-OptimizerChange = _partial(AdamW)
+def _partial(name: str, *models: type[Model], **sections: type[Change]) -> type[Change]:
+    """The keys of all ``models`` (one of which, by its `type`, a section is), every one optional.
+
+    ``sections``: for a key that is a section of its own, what can be changed of it.
+    """
+    fields: dict[str, Any] = {}
+    for key, field in (item for model in models for item in model.model_fields.items()):
+        kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
+        if key == "type" and len(models) > 1:
+            kind = Literal[*(model.model_fields[key].annotation.__args__[0] for model in models)]
+        kind = sections.get(key, kind)
+        fields.setdefault(key, (kind | None, Field(default=None, description=field.description)))
+    changed = " or ".join(model.__name__ for model in models)
+    return create_model(name, __base__=Change, __doc__=f"Changes to {changed}.", **fields)
+
+
+AlgorithmChange = _partial("AlgorithmChange", Algorithm)
+SamplingChange = _partial("SamplingChange", Sampling)
+ScheduleChange = _partial("ScheduleChange", *SCHEDULES)
+OptimizerChange = _partial("OptimizerChange", *OPTIMIZERS, schedule=ScheduleChange)
+CHANGED: dict[type[Change], tuple[type[Model], ...]] = {
+    AlgorithmChange: (Algorithm,),
+    SamplingChange: (Sampling,),
+    ScheduleChange: SCHEDULES,
+    OptimizerChange: OPTIMIZERS,
+}
+"""What each can be a change of."""
 
 
 class SupervisedStage(Model):
@@ -52,7 +65,8 @@ class SupervisedStage(Model):
     environments: list[Environment] | None = Field(default=None, min_length=1)
     """Instead of the stack's environments, in this stage."""
     optimizer: OptimizerChange | None = None
-    """Changes to `trainer.optimizer` in this stage. Every stage starts a fresh optimizer and schedule."""
+    """Changes to `trainer.optimizer` in this stage; another `type` begins with that type's defaults.
+    Every stage starts a fresh optimizer and schedule."""
 
 
 class RlStage(Model):
@@ -71,7 +85,8 @@ class RlStage(Model):
     algorithm: AlgorithmChange | None = None
     """Changes to `algorithm` in this stage."""
     optimizer: OptimizerChange | None = None
-    """Changes to `trainer.optimizer` in this stage. Every stage starts a fresh optimizer and schedule."""
+    """Changes to `trainer.optimizer` in this stage; another `type` begins with that type's defaults.
+    Every stage starts a fresh optimizer and schedule."""
 
 
 Stage = Annotated[

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stackrl.schemas.base import Model
-from stackrl.schemas.optimizers import AdamW
+from stackrl.schemas.optimizers import AdamW, Optimizer
 
 Degree = Annotated[int, Field(ge=1)]
 
@@ -29,7 +29,8 @@ class Trainer(Model):
     sequence_length: int = Field(default=4096, ge=16)
     """Longest sequence, and the tokens that a packed micro-batch holds at most."""
     parallel: Parallel = Parallel()
-    optimizer: AdamW = AdamW()
+    optimizer: Optimizer = AdamW()
+    """How a gradient becomes a step, and how the rate changes over a stage."""
     activation_checkpointing: Literal["none", "full"] = "none"
     """`full`: recompute each layer in the backward pass instead of keeping its activations."""
     compute_dtype: Literal["float32", "bfloat16"] | None = None

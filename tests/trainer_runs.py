@@ -44,7 +44,9 @@ def make_stack(**changes: Any) -> Stack:
             "device": "cpu",
             "model": {"init": "random", "architecture": "qwen3", "config": TINY},
             "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
-            "trainer": {"optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "decay": "linear"}},
+            "trainer": {
+                "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "schedule": {"type": "linear"}}
+            },
             "environments": [{"name": "reverse", "type": "reverse_text"}],
             "stages": [
                 {"name": "warmup", "type": "supervised", "steps": 2},

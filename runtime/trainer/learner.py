@@ -12,9 +12,10 @@ from stackrl.runtime.trainer import checkpoint, losses
 from stackrl.runtime.trainer.checkpoint import Saver
 from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.decoder import Decoder
-from stackrl.runtime.trainer.optimizer import make_optimizer, rate
+from stackrl.runtime.trainer.optimizer import make_optimizer
 from stackrl.runtime.trainer.parallelize import DTYPES, gathered
 from stackrl.runtime.trainer.protocol import Progress, Step
+from stackrl.runtime.trainer.schedule import rate
 from stackrl.runtime.trainer.step import AGAINST_ENGINE, Objective, train_step
 from stackrl.runtime.transport.messages import Batch, Version
 from stackrl.runtime.transport.weights import Publisher
@@ -71,7 +72,7 @@ class Learner:
         self._saver.settle()
 
     def restore(self, source: Path) -> None:
-        """Go on from the checkpoint at ``source``."""
+        """Go on from the checkpoint at ``source``, with the optimizer's settings of this stack."""
         self.progress = checkpoint.stored_progress(source)
         self._optimizer = make_optimizer(self.model, self._settings[self.progress.stage].optimizer)
         checkpoint.load(source, self.model, self._optimizer)

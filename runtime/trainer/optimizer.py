@@ -1,48 +1,68 @@
-"""AdamW, its rate as a function of the step, and clipping that is right under sharding."""
+"""Optimizers for a model's parameters, and clipping that is right under sharding."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from stackrl.schemas.optimizers import AdamW
+from stackrl.runtime.trainer.muon import Muon
+from stackrl.runtime.trainer.sign_sgd import SignSGD
+from stackrl.schemas import optimizers as settings_of
+from stackrl.schemas.optimizers import Optimizer
+
+HEAD = "lm_head"
+"""In the name of every parameter of the head."""
 
 
-def make_optimizer(model: nn.Module, settings: AdamW) -> torch.optim.AdamW:
-    """A fresh optimizer; vectors (norms and biases) do not decay."""
-    matrices = [parameter for parameter in model.parameters() if parameter.ndim >= 2]
-    vectors = [parameter for parameter in model.parameters() if parameter.ndim < 2]
-    groups = [
-        {"params": matrices, "weight_decay": settings.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(
-        [group for group in groups if group["params"]],
-        lr=settings.learning_rate,
-        betas=settings.betas,
-        eps=settings.epsilon,
-        fused=True,
+def make_optimizer(model: nn.Module, settings: Optimizer) -> torch.optim.Optimizer:
+    """A fresh optimizer for what is trained of ``model``; vectors (norms and biases) do not decay."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    rate = settings.learning_rate
+    match settings:
+        case settings_of.AdamW():
+            moments = {"betas": settings.betas, "eps": settings.epsilon}
+            return torch.optim.AdamW(_groups(parameters, settings), lr=rate, **moments, fused=True)
+        case settings_of.SGD():
+            momentum = {"momentum": settings.momentum, "nesterov": settings.nesterov}
+            return torch.optim.SGD(_groups(parameters, settings), lr=rate, **momentum, foreach=True)
+        case settings_of.SignSGD():
+            return SignSGD(_groups(parameters, settings), rate)
+        case settings_of.Muon():
+            return _make_muon(model, parameters, settings)
+
+
+def _make_muon(model: nn.Module, parameters: list[nn.Parameter], settings: settings_of.Muon) -> Muon:
+    """Muon for the matrices that turn hidden states into hidden states."""
+    outer = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    outer |= {id(parameter) for name, parameter in model.named_parameters() if HEAD in name.split(".")}
+    matrices = [p for p in parameters if p.ndim >= 2 and id(p) not in outer]
+    others = [p for p in parameters if p.ndim < 2 or id(p) in outer]
+    orthogonal = {
+        "momentum": settings.momentum,
+        "nesterov": settings.nesterov,
+        "iterations": settings.iterations,
+    }
+    moments = {"betas": settings.betas, "eps": settings.epsilon}
+    return Muon(
+        [group | orthogonal for group in _groups(matrices, settings)],
+        [group | moments for group in _groups(others, settings)],
+        settings.learning_rate,
     )
 
 
-def rate(step: int, settings: AdamW, total_steps: int) -> float:
-    """The learning rate of ``step``, counted from 0 within a stage of ``total_steps``."""
-    if step < settings.warmup_steps:
-        return settings.learning_rate * (step + 1) / settings.warmup_steps
-    progress = (step - settings.warmup_steps) / max(1, total_steps - settings.warmup_steps)
-    match settings.decay:
-        case "constant":
-            left = 1.0
-        case "linear":
-            left = 1.0 - progress
-        case "cosine":
-            left = (1.0 + math.cos(math.pi * progress)) / 2
-    return settings.learning_rate * (settings.final_rate + (1.0 - settings.final_rate) * left)
+def _groups(parameters: list[nn.Parameter], settings: Optimizer) -> list[dict[str, Any]]:
+    """What decays, and what does not; no empty group."""
+    groups = [
+        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
+        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    return [group for group in groups if group["params"]]
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> float:

@@ -38,7 +38,7 @@ def stack(ranks: int) -> Stack:
         roles={"trainer": {"processes": ranks}, "inference": {"processes": 1}},
         trainer={
             "sequence_length": 128,
-            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "decay": "linear"},
+            "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "schedule": {"type": "linear"}},
         },
         inference={"max_model_length": 128},
         environments=[{"name": "reverse", "type": "reverse_text", "args": {"letters": [3, 6]}}],

@@ -14,12 +14,7 @@ def models():
     found, queue = set(), [Model]
     while queue:
         for model in queue.pop().__subclasses__():
-            if model not in (
-                StageSettings,
-                stages.AlgorithmChange,
-                stages.SamplingChange,
-                stages.OptimizerChange,
-            ):
+            if model not in (StageSettings, stages.Change):
                 queue.append(model)
                 found.add(model)
     return sorted(found, key=lambda model: model.__name__)

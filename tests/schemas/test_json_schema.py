@@ -96,6 +96,10 @@ def test_every_stack_names_the_schema():
         ("type: rl, steps: 5", "type: rl, steps: 5, sampling: {max_token: 3}"),
         ("type: rl, steps: 5", "type: rl, steps: 5, optimizer: {betas: [0.9]}"),
         ("type: rl, steps: 5", "type: rl, steps: 5, optimizer: {betas: [0.9, 1.0]}"),
+        ("type: rl, steps: 5", "type: rl, steps: 5, optimizer: {type: adam}"),
+        ("type: rl, steps: 5", "type: rl, steps: 5, optimizer: {schedule: {type: step}}"),
+        ("    roles:", "    trainer: {optimizer: {type: sgd, betas: [0.9, 0.9]}}\n    roles:"),
+        ("    roles:", "    trainer: {optimizer: {schedule: {type: constant, final_rate: 0.1}}}\n    roles:"),
     ],
     ids=lambda change: change[1].strip()[:40],
 )

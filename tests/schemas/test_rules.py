@@ -270,10 +270,11 @@ def test_a_stack_is_found_from_inside_its_work_directory(tmp_path, monkeypatch):
 
 
 def test_positions_that_a_random_model_leaves_out_are_those_of_its_family():
-    from transformers import LlamaConfig, Qwen3Config
+    from transformers import CONFIG_MAPPING
 
-    defaults = {"llama": LlamaConfig(), "qwen3": Qwen3Config()}
-    assert {name: config.max_position_embeddings for name, config in defaults.items()} == POSITIONS
+    from stackrl.runtime.trainer.models.families import FAMILIES
+
+    assert {name: CONFIG_MAPPING[name]().max_position_embeddings for name in FAMILIES} == POSITIONS
 
 
 @pytest.mark.parametrize(

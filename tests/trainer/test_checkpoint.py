@@ -17,12 +17,13 @@ from stackrl.runtime.trainer.learner import Learner
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.protocol import Progress
 from stackrl.runtime.transport.messages import Batch
+from stackrl.schemas.stack import Stack
 
 STACK = make_stack()
 
 
-def learner(model: Path, mesh: DeviceMesh) -> Learner:
-    return Learner(STACK, build(model, STACK.trainer, "float32", mesh))
+def learner(model: Path, mesh: DeviceMesh, stack: Stack = STACK) -> Learner:
+    return Learner(stack, build(model, stack.trainer, "float32", mesh))
 
 
 def batch(index: int) -> Batch:
@@ -63,6 +64,27 @@ def test_a_restored_learner_goes_on_exactly(model: Path, mesh: DeviceMesh, tmp_p
     assert equal(weights(second), saved)
     assert [second.apply(batch(index)) for index in (4, 5)] == went_on
     assert equal(weights(second), weights(first)) and not equal(weights(second), saved)
+
+
+def test_the_optimizers_settings_are_the_stacks_and_its_moments_the_checkpoints(
+    model: Path, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    first = learner(model, mesh)
+    for index in range(4):
+        first.apply(batch(index))
+    save(first, tmp_path)
+    changed = {"betas": (0.5, 0.6), "epsilon": 0.125, "weight_decay": 0.25}
+    stack = make_stack(trainer={"optimizer": STACK.trainer.optimizer.model_dump() | changed})
+    second = learner(model, mesh, stack)
+    second.restore(tmp_path)
+    groups = second._optimizer.param_groups
+    assert [(group["betas"], group["eps"]) for group in groups] == [((0.5, 0.6), 0.125)] * 2
+    assert [group["weight_decay"] for group in groups] == [0.25, 0.0], "vectors do not decay"
+    before, after = (trained._optimizer.state.values() for trained in (first, second))
+    for old, new in zip(before, after, strict=True):
+        assert new["step"] == old["step"] == 2 and torch.equal(new["exp_avg"], old["exp_avg"])
+    assert first.apply(batch(4)).metrics == second.apply(batch(4)).metrics
+    assert not equal(weights(first), weights(second)), "the step is taken with the settings of the stack"
 
 
 def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
