@@ -4,7 +4,8 @@
       trainer/            sharded weights and optimizer state, progress.json         (trainer)
       orchestrator/       snapshot of the journal                                    (orchestrator)
       manifest.json       name, size and SHA-256 of every file above, written last   (orchestrator)
-                          with index, incarnation and ranks of the trainer that wrote it
+                          with index, incarnation and ranks of the trainer that wrote it, and
+                          the seconds that the run had used of its limits.hours
 
 A folder without a manifest was never finished; one whose files differ from it is damaged. Both are passed
 over in favour of the one before, and taken out of its way when the run goes on from there.

@@ -87,6 +87,12 @@ def state_of(pid: int) -> str:
     return seen.state if seen else ""
 
 
+def parent_of(pid: int) -> int:
+    """The pid of a process's parent; 0 where either is gone."""
+    seen = _look(Path("/proc", str(pid)))
+    return seen.parent if seen else 0
+
+
 def _end(find: Callable[[], list[int]], limit: float) -> None:
     deadline = time.monotonic() + limit
     while living := find():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import threading
 import time
 from collections import Counter
@@ -170,8 +171,10 @@ def _moved(before: Endpoints) -> Endpoints:
 
 
 def words(running: Running) -> str:
-    """How a process failed, and in its own words why."""
-    why = running.complaint or running.last_line
+    """How a process failed, and in its own words why. One that was killed could not say: its last line is
+    of something else."""
+    killed = running.exit == -signal.SIGKILL
+    why = running.complaint or ("" if killed else running.last_line)
     return f"{running.program.name} {running.how}{f': {why}' if why else ''}"
 
 

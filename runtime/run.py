@@ -26,9 +26,11 @@ import re
 import secrets
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
+
+from pydantic import ValidationError
 
 from stackrl.runtime.versions import versions
 from stackrl.schemas.stack import Stack
@@ -125,14 +127,26 @@ class RunFolder:
         return Path(path) / self.id if path else self.path / "weights"
 
     def stack(self) -> Stack:
-        """The resolved stack."""
-        return Stack.model_validate_json((self.path / "stack.json").read_bytes())
+        """The resolved stack. Raises RunError where it is damaged or of another version."""
+        stored = json.dumps(self.read("stack.json"))
+        try:
+            return Stack.model_validate_json(stored)
+        except ValidationError as error:
+            first, *more = error.errors()
+            where, others = ".".join(map(str, first["loc"])), f" (and {len(more)} more)" if more else ""
+            raise RunError(
+                f"{self.path / 'stack.json'} is no stack of this version of stackrl: {where}: "
+                f"{first['msg']}{others}; use the version that the run was made with, or go on with a stack "
+                f"file of this one: `stackrl launch FILE --resume {self.id}`"
+            ) from error
 
     def endpoints(self) -> Endpoints:
         return Endpoints(**self.read("endpoints.json"))
 
     def state(self) -> State:
-        return State(**self.read("state.json"))
+        """What other versions of stackrl have written besides is left out."""
+        known = {one.name for one in fields(State)}
+        return State(**{key: value for key, value in self.read("state.json").items() if key in known})
 
     def write_state(self, state: State) -> None:
         self.write("state.json", asdict(state))
@@ -204,8 +218,17 @@ class RunFolder:
             finally:
                 file.truncate(0)
 
-    def read(self, name: str) -> Any:
-        return json.loads((self.path / name).read_bytes())
+    def read(self, name: str) -> dict[str, Any]:
+        """A JSON file of the folder. Raises RunError where it is damaged."""
+        file = self.path / name
+        try:
+            found = json.loads(file.read_bytes())
+            if isinstance(found, dict):
+                return found
+            wrong = "it holds no object"
+        except ValueError as error:
+            wrong = str(error)
+        raise RunError(f"{file} is damaged: {wrong}; put back a copy of it, or move the run's folder away")
 
     def write_source(self, source: Path, source_hash: str, environment: Mapping[str, str]) -> None:
         """Keep the file that says what the run is to do, and the environment that came with it."""
@@ -282,7 +305,15 @@ def all_runs() -> list[RunFolder]:
         for file in runs_home().glob("*/run.json")
         if (file.parent / "state.json").exists()
     ]
-    return sorted(found, key=lambda run: run.read("run.json")["made"])
+    return sorted(found, key=_made)
+
+
+def _made(run: RunFolder) -> float:
+    """When; of a run that cannot tell, when its folder changed last."""
+    try:
+        return float(run.read("run.json")["made"])
+    except (RunError, KeyError, TypeError, ValueError):
+        return run.path.stat().st_mtime
 
 
 def find_run(name: str) -> RunFolder:

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.run import RunFolder
+from stackrl.runtime.trainer.ledger import Ledger
 from stackrl.runtime.transport.batch_client import BatchClient
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import Batch, End, Hello, Logprobs, Version
 
 SOURCE = "http://weights.invalid"
+GREETING_EVERY = 0.5
+"""Seconds between greetings of a rank, whatever it is busy with."""
 
 
 class FakeTrainer:
@@ -48,6 +53,8 @@ class FakeTrainer:
         """Batches by optimizer step and rank."""
         self.trained: dict[str, list[list[str]]] = _trained_by(found)
         """Optimizer step → the documents of each time that it was taken, in the lineage of this trainer."""
+        self.ledger = Ledger.restored(0, found)
+        """That of all ranks."""
         self.ended: list[End] = []
         self.errors: list[Exception] = []
         self.metrics = {"loss": 0.5, "gradient_norm": 1.0, "weights_finite": 1.0, "tokens_packed": 10.0}
@@ -90,7 +97,7 @@ class _Rank:
     def work(self) -> None:
         trainer = self._trainer
         url = trainer._run.endpoints().orchestrator
-        with BatchClient(url, trainer._token, self._greeting) as client:
+        with BatchClient(url, trainer._token, self._greeting) as client, self._staying_known(client):
             client.hello(timeout=20)
             while trainer._stop_at is None or self._position[0] < trainer._stop_at:
                 message = self._fetch(client)
@@ -100,6 +107,23 @@ class _Rank:
                     return
                 self._step(client, message)
 
+    @contextlib.contextmanager
+    def _staying_known(self, client: BatchClient) -> Iterator[None]:
+        """As the real loop does: this rank may wait for another one, which a restarted orchestrator lets wait
+        until it has heard of this rank too."""
+        over = threading.Event()
+
+        def greet() -> None:
+            while not over.wait(GREETING_EVERY):
+                with contextlib.suppress(TransportError, RuntimeError):  # the client may be closed meanwhile
+                    client.keep_known(timeout=GREETING_EVERY)
+
+        threading.Thread(target=greet, daemon=True).start()
+        try:
+            yield
+        finally:
+            over.set()
+
     def _step(self, client: BatchClient, batch: Batch) -> None:
         trainer = self._trainer
         trainer.batches[batch.index][self._rank] = batch
@@ -107,8 +131,10 @@ class _Rank:
         trainer._meeting.wait(timeout=60)
         index = batch.index + 1
         if self._rank == 0:
-            ranks = trainer.batches[batch.index].values()
+            ranks = list(trainer.batches[batch.index].values())
             documents = [name for b in ranks for micro in b.micro_batches for name in micro.documents]
+            for taken in ranks:
+                trainer.ledger.add(taken, rl=taken.index >= trainer._supervised)
             trainer.trained.setdefault(str(batch.index), []).append(sorted(documents))
         self._position = (index, self._version(index))
         if self._rank == 0:
@@ -129,6 +155,7 @@ class _Rank:
         part = checkpoints.folder(trainer._run.checkpoints(trainer._stack), index) / "trainer"
         part.mkdir(parents=True, exist_ok=True)
         (part / "trained.json").write_text(json.dumps(trainer.trained))
+        (part / trainer.ledger.name).write_bytes(trainer.ledger.content())
         (part / "progress.json").write_text(f'{{"index": {index}}}')
         trainer._saved = index
         said = {"index": index - 1, "step": step, "version": self._position[1]}

@@ -12,6 +12,7 @@ import uvicorn.config
 from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
+from stackrl.runtime import heartbeat
 from stackrl.runtime.run import run_token
 from stackrl.runtime.transport.auth import authorized
 from stackrl.runtime.transport.strangers import Doorkeeper, FirstOfEach, many_files
@@ -46,10 +47,14 @@ class TokenMiddleware:
         self._app = app
         self._token = run_token()
         self._refused_first = FirstOfEach()
+        self._serves = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan" or self._allowed(scope):
             doorkeeper.known(tuple(scope.get("client") or ()))
+            if scope["type"] == "http" and not self._serves:
+                self._serves = True
+                heartbeat.note("serving")
             await self._app(scope, receive, send)
             return
         self._log_once(scope)

@@ -45,7 +45,8 @@ def recreate(
     """Make the folder of a run anew whose checkpoints are in ``source``'s `checkpoint.path`; None where there
     is none that can be used.
 
-    Its incarnations go on from the highest that any checkpoint knows; metrics and events are those of the
+    Its incarnations, and the time that it has used of `limits.hours`, go on from the highest that any
+    checkpoint knows; metrics and events are those of the
     newest good one, and its journal is restored when the roles start. Raises StackError where ``source`` does
     not fit that one.
     """
@@ -61,7 +62,8 @@ def recreate(
         if (copy := newest / BOOKS / file.name).exists():
             shutil.copyfile(copy, file)
             file.chmod(0o600)
-    run.write_state(State(incarnation=_highest_incarnation(saved)))
+    incarnation, used = int(_highest(saved, "incarnation")), _highest(saved, "used")
+    run.write_state(State(incarnation=incarnation, used=used))
     return run
 
 
@@ -76,12 +78,12 @@ def environment_of(source: LoadedStack) -> dict[str, str]:
     return {name: str(value) for name, value in envs.items() if value is not None}
 
 
-def _highest_incarnation(saved: Path) -> int:
-    """Also of checkpoints that are damaged: their incarnation was lived."""
-    found = [0]
+def _highest(saved: Path, fact: str) -> float:
+    """What the manifests say of ``fact``, also those of damaged checkpoints: it was lived."""
+    found = [0.0]
     for manifest in saved.glob(f"*/{checkpoints.MANIFEST}"):
         try:
-            found.append(int(json.loads(manifest.read_bytes())["incarnation"]))
+            found.append(float(json.loads(manifest.read_bytes())[fact]))
         except (OSError, ValueError, TypeError, KeyError):
             continue
     return max(found)

@@ -94,11 +94,14 @@ class Audit:
         return "\n".join(_lines(self))
 
 
-def audit(run: RunFolder) -> Audit:
-    """Compare the books of ``run``. Raises RunError where there are none."""
+def audit(run: RunFolder, *, contents: bool = True) -> Audit:
+    """Compare the books of ``run``. Raises RunError where there are none.
+
+    Without ``contents`` checkpoints, which may be large, are not read: names and sizes alone are compared.
+    """
     goes_on = run.keeper() is not None
     stack = run.stack()
-    known = read_checkpoints(run.checkpoints(stack))
+    known = read_checkpoints(run.checkpoints(stack), contents=contents)
     books = read_books(run, known)
     newest = newest_whole(known)
     ledger = read_ledger(newest) if newest else []
@@ -120,6 +123,7 @@ def audit(run: RunFolder) -> Audit:
         wrong_steps=[
             *findings.wrong_order(books),
             *(findings.wrong_ledger(books, ledger, newest) if newest else ()),
+            *findings.wrong_stages(books, ledger),
             *findings.wrong_metrics(books, reader.history, goes_on),
         ],
         steps=Steps(
@@ -129,7 +133,7 @@ def audit(run: RunFolder) -> Audit:
         ),
         speed=speed(books, reader.history.steps, events, run.read("plan.json")),
         checkpoints=known,
-        notes=list(_notes(books, newest, reader.history, goes_on)),
+        notes=list(_notes(run, books, newest, reader.history, contents=contents)),
     )
 
 
@@ -161,10 +165,14 @@ def _count(books: Books, goes_on: bool) -> Rollouts:
     )
 
 
-def _notes(books: Books, newest: Checkpoint | None, history: History, goes_on: bool) -> Iterator[str]:
+def _notes(
+    run: RunFolder, books: Books, newest: Checkpoint | None, history: History, *, contents: bool
+) -> Iterator[str]:
     if newest is None:
         yield "no checkpoint is whole yet: the trainer's ledger could not be compared"
-    if not goes_on and history.done > len(books.applied):
+    elif not contents:
+        yield f"of checkpoints only names and sizes were compared: `stackrl audit {run.id}` reads all of them"
+    if not books.live and history.done > len(books.applied):
         yield (
             f"metrics.jsonl has {history.done} steps, {books.source} {len(books.applied)}: those behind them "
             "are taken again when the run goes on"

@@ -20,6 +20,7 @@ from pathlib import Path
 from stackrl.runtime import checkpoints
 from stackrl.runtime.run import RunError, RunFolder
 
+_LIVE = "the live journal"
 _COPY_LIMIT = 20.0
 """Seconds within which a journal that is being written must be copied whole."""
 _CHECKPOINT = re.compile(r"step-(\d+)(\.damaged)?")
@@ -74,6 +75,11 @@ class Books:
     batches: list[BatchRow]
 
     @property
+    def live(self) -> bool:
+        """Whether this is the run's own journal, which is never behind what the run tells of its steps."""
+        return self.source == _LIVE
+
+    @property
     def applied(self) -> list[BatchRow]:
         """The optimizer steps that were taken, in order."""
         return [batch for batch in self.batches if batch.state != "batched"]
@@ -112,7 +118,7 @@ def read_books(run: RunFolder, known: list[Checkpoint]) -> Books:
     problem = f"{journal} is not there"
     if journal.exists():
         try:
-            return _read(journal, "the live journal")
+            return _read(journal, _LIVE)
         except (OSError, sqlite3.Error) as error:
             problem = f"{journal} cannot be read: {error}"
     if (newest := newest_whole(known)) is not None:
@@ -124,12 +130,12 @@ def read_books(run: RunFolder, known: list[Checkpoint]) -> Books:
     )
 
 
-def read_checkpoints(folder: Path) -> list[Checkpoint]:
-    """Every checkpoint in ``folder``, also those set aside, oldest first; their hashes are checked."""
+def read_checkpoints(folder: Path, *, contents: bool = True) -> list[Checkpoint]:
+    """Every checkpoint in ``folder``, also those set aside, oldest first; with ``contents`` all is hashed."""
     found = []
     for path, index in _folders(folder):
         try:
-            checkpoints.verify(path)
+            checkpoints.verify(path, contents=contents)
         except (checkpoints.CheckpointError, OSError) as error:
             if not path.is_dir():  # the run goes on and has pruned it
                 continue

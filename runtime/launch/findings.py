@@ -60,7 +60,7 @@ def not_in_both(books: Books, ledger: list[Entry], cut: int) -> Iterator[str]:
         yield f"rollout {rollout} was trained in step {index}, the journal does not know of it"
 
 
-def _by_step(found: tuple[str, int]) -> tuple[int, str]:
+def _by_step(found: tuple[str, int, *tuple[str, ...]]) -> tuple[int, str]:
     return found[1], found[0]
 
 
@@ -146,8 +146,28 @@ def wrong_ledger(books: Books, ledger: list[Entry], checkpoint: Checkpoint) -> I
                 )
 
 
+def wrong_stages(books: Books, ledger: list[Entry]) -> Iterator[str]:
+    """A step trains rollouts of groups that were planned for its stage, by the journal and by the ledger."""
+    stages = {batch.id: batch.stage for batch in books.batches}
+    trained = {(r.id, r.batch, stages[r.batch]) for r in books.rollouts if r.batch in stages}
+    trained |= {(_rollout(name), entry.index, entry.stage) for entry in ledger for name, _ in entry.documents}
+    for rollout, index, stage in sorted(trained, key=_by_step):
+        group = books.groups.get(int(rollout.partition("-")[0]))
+        if group is None:
+            yield f"rollout {rollout} was trained in step {index}, its group is not in the journal"
+        elif group.stage != stage:
+            yield (
+                f"rollout {rollout} was planned for stage {group.stage} and trained in step {index} of stage "
+                f"{stage}"
+            )
+
+
 def wrong_metrics(books: Books, history: History, goes_on: bool) -> Iterator[str]:
-    """metrics.jsonl has a record of every step, with the same numbers. The last may still be on its way."""
+    """metrics.jsonl has a record of every step, with the same numbers, and none beyond.
+
+    Of a run that goes on the last may still be on its way, and others may have come since the journal was
+    read. A snapshot, too, is behind what was told.
+    """
     records = {record["index"]: record for record in history.steps}
     taken = Counter(rollout.batch for rollout in books.rollouts if rollout.state in _TRAINED)
     for batch in books.applied:
@@ -163,3 +183,6 @@ def wrong_metrics(books: Books, history: History, goes_on: bool) -> Iterator[str
                 f"step {batch.id} trained {record['rollouts']} rollouts by metrics.jsonl, {taken[batch.id]} "
                 "by the journal"
             )
+    if books.live and not goes_on:
+        for beyond in sorted(records.keys() - {batch.id for batch in books.applied}):
+            yield f"step {beyond} is in metrics.jsonl and not in the journal"

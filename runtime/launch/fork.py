@@ -25,6 +25,8 @@ from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.again import BOOKS, environment_of
 from stackrl.runtime.launch.resume import MODEL, begun_stages, fixed
+from stackrl.runtime.monitor.records import Tail
+from stackrl.runtime.orchestrator import rollback
 from stackrl.runtime.run import RunError, RunFolder, State, create_run, find_run, write_durably
 from stackrl.schemas.loader import LoadedStack, load_text
 from stackrl.schemas.problems import STACK, Problem, StackError
@@ -146,7 +148,7 @@ def _take_over(run: RunFolder, stack: Stack, parent: RunFolder, checkpoint: Path
     _drop_untrained(copy / JOURNAL)
     shutil.copyfile(run.path / "stack.json", copy / STACK_FILE)
     manifest["files"] |= {name: _entry(copy / name) for name in (JOURNAL, STACK_FILE)}
-    checkpoints.store_manifest(copy, manifest)
+    checkpoints.store_manifest(copy, manifest | {"used": 0.0})
     if parent.model.is_dir():
         for file in sorted(path for path in parent.model.rglob("*") if path.is_file()):
             _link(file, run.model / file.relative_to(parent.model))
@@ -174,12 +176,8 @@ def _link(file: Path, target: Path, *, always_copy: bool = False) -> None:
 def _drop_untrained(journal: Path) -> None:
     """Rollouts that the parent had planned or finished for later batches: the settings may be others now."""
     with contextlib.closing(sqlite3.connect(journal)) as books, books:
-        books.execute(
-            "UPDATE rollouts SET state = 'dropped', reason = ?, batch = NULL "
-            "WHERE state IN ('planned', 'finished', 'batched')",
-            (FORKED,),
-        )
-        books.execute("DELETE FROM batches WHERE state = 'batched'")
+        rollback.unseal(books)
+        rollback.drop_open(books, rollback.stages_of(books), FORKED)
 
 
 def _entry(file: Path) -> dict[str, Any]:
@@ -201,11 +199,8 @@ def _write_history(run: RunFolder, parent: RunFolder, checkpoint: Path, index: i
 
 
 def _records(*files: Path) -> list[dict[str, Any]]:
-    """The objects of the first of ``files`` that is there; a torn last line is left out."""
-    for file in files:
-        with contextlib.suppress(FileNotFoundError):
-            return [json.loads(line) for line in file.read_bytes().rpartition(b"\n")[0].splitlines()]
-    return []
+    """The objects of the first of ``files`` that is there; torn lines are left out."""
+    return next((Tail(file).read() for file in files if file.exists()), [])
 
 
 def _until_checkpoint(events: Sequence[dict[str, Any]], index: int) -> Iterator[dict[str, Any]]:

@@ -86,7 +86,7 @@ def _start_node(run: RunFolder) -> subprocess.Popen[bytes]:
             stdout=log,
             stderr=subprocess.STDOUT,
             start_new_session=True,
-            env=os.environ | run.read("run.json")["environment"],
+            env=os.environ | run.read("run.json").get("environment", {}),
         )
 
 

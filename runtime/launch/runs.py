@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -32,7 +33,7 @@ def status(run: str | None, output: str) -> int:
         found = find_run(run)
         print(json.dumps(describe(found), indent=1) if output == "json" else _details(found))
         return 0
-    described = [describe(found) for found in all_runs()]
+    described = [_described(found) for found in all_runs()]
     if output == "json":
         print(json.dumps(described, indent=1))
     elif described:
@@ -142,6 +143,20 @@ def describe(run: RunFolder) -> dict[str, Any]:
     }
 
 
+def _described(run: RunFolder) -> dict[str, Any]:
+    """`describe`, also of a run whose files are damaged: the other runs are listed all the same."""
+    try:
+        return describe(run)
+    except (RunError, OSError, KeyError, TypeError) as error:
+        reason = str(error) if isinstance(error, RunError | OSError) else f"its files lack {error}"
+        made = run.path.stat().st_mtime
+        return {
+            "id": run.id, "name": None, "status": "damaged", "stage": None, "step": 0, "steps": 0,
+            "reward": None, "attempt": 0, "incarnation": 0, "roles": {}, "doing": {}, "reason": reason,
+            "made": made, "age": time.time() - made, "ended": None, "path": str(run.path),
+        }  # fmt: skip
+
+
 def explain(run: RunFolder) -> str:
     """How a run ended and what to type next, for people."""
     state, status = run.state(), status_of(run)
@@ -237,14 +252,17 @@ def _doing(how: str, said: dict[str, Any] | None) -> str:
 
 
 def _last_record(file: Path, window: int = 1 << 16) -> dict[str, Any] | None:
-    """The last whole line of a file of JSON lines, without reading the rest."""
+    """The last line of a file of JSON lines that is whole, without reading the rest."""
     try:
         with open(file, "rb") as text:
             text.seek(max(0, os.fstat(text.fileno()).st_size - window))
             lines = text.read().rpartition(b"\n")[0].splitlines()
     except FileNotFoundError:
         return None
-    return json.loads(lines[-1]) if lines else None
+    for line in reversed(lines):
+        with contextlib.suppress(ValueError):  # a full disk or a kill has cut it short
+            return json.loads(line)
+    return None
 
 
 def _log_files(folder: Path, role: str | None) -> list[Path]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from stackrl.runtime.heartbeat import PROCESS_VARIABLE
-from stackrl.runtime.processes import descendants
+from stackrl.runtime.processes import descendants, parent_of
 from stackrl.runtime.run import Endpoints, RunError, RunFolder, find_run
 
 TOKEN = "the run's token"
@@ -63,7 +63,7 @@ def ports_of(run: RunFolder) -> list[Socket]:
     file = run.path / "endpoints.json"
     known = _known(run.endpoints()) if file.exists() else {}
     return [
-        _judged(address, port, pid, known)
+        _judged(address, port, pid, _process_of(pid, root), known)
         for address, port, pid in sorted(
             listening([root, *descendants(root)]), key=lambda found: (found[1], found[0])
         )
@@ -136,8 +136,7 @@ def _known(endpoints: Endpoints) -> dict[int, Purpose]:
     return known
 
 
-def _judged(address: str, port: int, pid: int, known: dict[int, Purpose]) -> Socket:
-    process = _process_of(pid)
+def _judged(address: str, port: int, pid: int, process: str, known: dict[int, Purpose]) -> Socket:
     purpose = known.get(port) or _of_a_library(process)
     where = ip_address(address)
     if where.is_loopback:
@@ -165,15 +164,28 @@ def _of_a_library(process: str) -> Purpose | None:
     return None
 
 
-def _process_of(pid: int) -> str:
-    """The run's process that ``pid`` belongs to, which its descendants inherit in their environment."""
+def _process_of(pid: int, root: int) -> str:
+    """The run's process that ``pid`` belongs to, which its descendants inherit in their environment.
+
+    A process that gives itself a title (vLLM's do) writes over the environment that the kernel shows; it
+    belongs to the nearest parent that still has one.
+    """
+    while pid not in (0, 1, root):
+        if named := _variable(pid, PROCESS_VARIABLE):
+            return named
+        pid = parent_of(pid)
+    return "node" if pid == root else "unknown"
+
+
+def _variable(pid: int, name: str) -> str:
+    """An environment variable that ``pid`` was started with; empty where it cannot be read."""
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
     except OSError:
-        return "unknown"
-    wanted = f"{PROCESS_VARIABLE}=".encode()
-    named = [entry.removeprefix(wanted).decode() for entry in environment if entry.startswith(wanted)]
-    return named[0] if named else "node"
+        return ""
+    wanted = f"{name}=".encode()
+    named = (entry.removeprefix(wanted).decode() for entry in environment if entry.startswith(wanted))
+    return next(named, "")
 
 
 def _table(found: list[Socket]) -> str:

@@ -19,6 +19,7 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from stackrl.runtime.monitor.guards import Alarm, Record
+from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.run import TOKEN_VARIABLE, RunFolder
 from stackrl.schemas.guards import VARIABLE, Notify
 
@@ -110,11 +111,8 @@ def tell_end(run: RunFolder) -> None:
 
 
 def _newest(run: RunFolder) -> Record | None:
-    try:
-        lines = run.metrics.read_bytes().splitlines()
-    except FileNotFoundError:
-        return None
-    return json.loads(lines[-1]) if lines else None
+    records = Tail(run.metrics).read()
+    return records[-1] if records else None
 
 
 def _ways(settings: Notify):

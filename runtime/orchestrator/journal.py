@@ -3,38 +3,35 @@
     planned → finished → batched → applied → durable          or dropped, with the reason
 
 The journal is a SQLite database (WAL) in ``journal/journal.sqlite``; the arrays of a finished rollout lie in
-a file of their own in ``journal/rollouts/`` until a checkpoint has made it durable. A snapshot of the
-database goes into every checkpoint.
+a file of their own in ``journal/rollouts/`` (arrays.py) until a checkpoint has made it durable. A snapshot of
+the database goes into every checkpoint.
 
 The journal says of which incarnation it is. Opened by the same one, it is simply gone on with: only the
 orchestrator was restarted. Opened by another one it becomes a copy of the checkpoint's snapshot, or empty:
-what came after the cut is planned anew, which gives the same groups, prompts and seeds.
+what came after the cut is planned anew, which gives the same groups, prompts and seeds (rollback.py).
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import os
 import sqlite3
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
 from pathlib import Path
 from typing import Any
 
 from stackrl.runtime.orchestrator import rollback
+from stackrl.runtime.orchestrator.arrays import Arrays
 from stackrl.runtime.orchestrator.batching import Place
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, rollout_id
-from stackrl.runtime.transport.messages import MessageError, decode, encode
+from stackrl.runtime.transport.messages import MessageError
 
 _NAME = "journal.sqlite"
 _KEPT = ("finished", "batched", "applied")
 """States of rollouts whose arrays may be needed again."""
-
-log = logging.getLogger(__name__)
 
 
 class JournalError(OrchestratorError):
@@ -83,20 +80,30 @@ def is_of(folder: Path, incarnation: int) -> bool:
 
 
 class Journal:
-    """The journal in ``folder``, opened by ``incarnation``, which starts from ``snapshot`` or empty."""
+    """The journal in ``folder``, opened by ``incarnation``, which starts from ``snapshot`` or empty.
 
-    def __init__(self, folder: Path, incarnation: int, snapshot: Path | None = None) -> None:
-        self._arrays = folder / "rollouts"
+    ``recipes``: RL stage → what its rollouts are made from now (recipes.py).
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        incarnation: int,
+        snapshot: Path | None = None,
+        recipes: Mapping[str, str] | None = None,
+    ) -> None:
+        self.changed: Mapping[str, int] = {}
+        """Rollouts that were dropped on opening, by stage: what they were made from has changed."""
         self._file = folder / _NAME
         with self._disk("be opened"):
-            self._arrays.mkdir(parents=True, exist_ok=True, mode=0o700)
+            self._arrays = Arrays(folder / "rollouts")
             if not is_of(folder, incarnation):
-                rollback.replace(self._file, snapshot, incarnation)
+                self.changed = rollback.replace(self._file, snapshot, incarnation, recipes or {})
             self._db = sqlite3.connect(self._file)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._plan_again_what_is_unreadable()
-            self._delete_arrays_except(_KEPT)
+            self._arrays.delete_all_but(self._ids(_KEPT))
 
     def close(self) -> None:
         self._db.close()
@@ -112,11 +119,8 @@ class Journal:
 
     def finish(self, rollout: Rollout) -> None:
         """A rollout and its arrays. The file is whole before the state says so."""
-        path = self._array_file(rollout.id)
-        temporary = path.with_suffix(".tmp")
         with self._writing(f"finish rollout {rollout.id}"):
-            temporary.write_bytes(encode(rollout))
-            os.replace(temporary, path)
+            self._arrays.write(rollout)
             self._change(
                 "state = 'finished', reward = ?, sampled = ?, finished_at = ?",
                 "state = 'planned' AND group_id = ? AND number = ?",
@@ -140,10 +144,10 @@ class Journal:
         with self._writing(f"drop group {group}"):
             rows = self._db.execute(
                 "UPDATE rollouts SET state = 'dropped', reason = ? "
-                "WHERE group_id = ? AND state IN ('planned', 'finished') RETURNING number",
+                "WHERE group_id = ? AND state IN ('planned', 'finished') RETURNING group_id, number",
                 (reason, group),
             ).fetchall()
-        self._delete_arrays(rollout_id(group, number) for (number,) in rows)
+        self._delete_arrays(rows)
 
     def seal(
         self,
@@ -212,7 +216,7 @@ class Journal:
                 "RETURNING group_id, number",
                 (index,),
             ).fetchall()
-        self._delete_arrays(rollout_id(*row) for row in rows)
+        self._delete_arrays(rows)
 
     def snapshot(self, path: Path) -> None:
         """Copy the database to the file ``path``, whatever is being written."""
@@ -260,7 +264,7 @@ class Journal:
         finished = [number for number, state in states.items() if state == "finished"]
         return OpenGroup(
             plan=plan,
-            finished=[self._read(rollout_id(plan.id, number)) for number in finished],
+            finished=[self._arrays.read(rollout_id(plan.id, number)) for number in finished],
             planned=[number for number, state in states.items() if state == "planned"],
         )
 
@@ -286,14 +290,11 @@ class Journal:
             "SELECT number FROM rollouts WHERE batch = ? AND group_id = ? ORDER BY number", (batch, plan.id)
         ).fetchall()
         with self._disk(f"read the rollouts of group {plan.id}, which batch {batch} holds"):
-            return [self._read(rollout_id(plan.id, number)) for (number,) in numbers]
+            return [self._arrays.read(rollout_id(plan.id, number)) for (number,) in numbers]
 
     def _plan_again_what_is_unreadable(self) -> None:
         """A finished rollout whose arrays are missing or damaged is done once more."""
-        finished = self._db.execute(
-            "SELECT group_id, number FROM rollouts WHERE state = 'finished'"
-        ).fetchall()
-        lost = [row for row in finished if not self._readable(rollout_id(*row))]
+        lost = [rollout.split("-") for rollout in self._ids(["finished"]) if not self._arrays.holds(rollout)]
         with self._db:
             self._db.executemany(
                 "UPDATE rollouts SET state = 'planned', reward = NULL, sampled = NULL, finished_at = NULL "
@@ -301,31 +302,16 @@ class Journal:
                 lost,
             )
 
-    def _readable(self, rollout: str) -> bool:
-        try:
-            return self._read(rollout).id == rollout
-        except (OSError, MessageError) as error:
-            log.warning("rollout %s is done again, its arrays are gone: %s", rollout, error)
-            return False
-
-    def _read(self, rollout: str) -> Rollout:
-        return decode(self._array_file(rollout).read_bytes(), Rollout)
-
-    def _array_file(self, rollout: str) -> Path:
-        return self._arrays / f"{rollout}.msgpack"
-
-    def _delete_arrays(self, rollouts: Iterable[str]) -> None:
-        with self._disk("delete the arrays of rollouts"):
-            for rollout in rollouts:
-                self._array_file(rollout).unlink(missing_ok=True)
-
-    def _delete_arrays_except(self, states: Sequence[str]) -> None:
+    def _ids(self, states: Sequence[str]) -> list[str]:
+        """The rollouts in ``states``."""
         marks = ", ".join("?" * len(states))
-        kept = self._db.execute(f"SELECT group_id, number FROM rollouts WHERE state IN ({marks})", states)
-        keep = {self._array_file(rollout_id(*row)) for row in kept}
-        for file in self._arrays.iterdir():
-            if file not in keep:
-                file.unlink()
+        rows = self._db.execute(f"SELECT group_id, number FROM rollouts WHERE state IN ({marks})", states)
+        return [rollout_id(*row) for row in rows]
+
+    def _delete_arrays(self, rows: Sequence[tuple[int, int]]) -> None:
+        """Of rollouts given by group and number."""
+        with self._disk("delete the arrays of rollouts"):
+            self._arrays.delete(rollout_id(*row) for row in rows)
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:

@@ -17,7 +17,7 @@ from stackrl.runtime.orchestrator.batching import Layout
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError
-from stackrl.runtime.orchestrator.evaluation import evaluate
+from stackrl.runtime.orchestrator.evaluations import Evaluations, newest_weights
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.packing import causal_cost
 from stackrl.runtime.orchestrator.recorder import Recorder
@@ -31,9 +31,8 @@ from stackrl.runtime.orchestrator.training import STEP_LIMIT, Training
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.batches import BatchServer
 from stackrl.runtime.transport.messages import Hello
-from stackrl.schemas.environments import Environment
 from stackrl.schemas.stack import Stack, settings_of
-from stackrl.schemas.stages import RlStage, Stage
+from stackrl.schemas.stages import RlStage
 
 if TYPE_CHECKING:
     from stackrl.runtime.inference.client import Engine
@@ -125,7 +124,14 @@ class _Life:
     async def _work(self, hello: Hello, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> None:
         """Take the run's steps until they are done or it is to stop."""
         saving = Saving(
-            self.run, self.stack, self.server, self.journal, self.recorder, tasks, self.start.index
+            self.run,
+            self.stack,
+            self.server,
+            self.journal,
+            self.recorder,
+            tasks,
+            self.start.index,
+            hello.ranks,
         )
         cost = causal_cost(_hidden_size(self.run.model))
         layout = Layout(self.stack.trainer.sequence_length, hello.ranks, cost)
@@ -148,7 +154,10 @@ class _Life:
     async def _take_steps(self, training: Training, saving: Saving) -> None:
         if self.start.restarted:
             await take_up(self.run, self.stack, self.chat, self.journal, training, saving)
-        await Stages(self.stack, self.chat, self.engines, self.journal, training, self.sink).run()
+        evaluations = Evaluations(self.run, self.stack, self.chat, self.engines, training, self.sink)
+        await Stages(
+            self.stack, self.chat, self.engines, self.journal, training, self.sink, evaluations
+        ).run()
         await training.finish()
 
     async def _leave(self, training: Training, running: asyncio.Task[None]) -> None:
@@ -165,7 +174,7 @@ class _Life:
 
 @dataclass
 class Stages:
-    """Stage after stage. Evaluations come before and after each RL stage."""
+    """Stage after stage, from where the journal stands."""
 
     stack: Stack
     chat: Chat
@@ -173,6 +182,7 @@ class Stages:
     journal: Journal
     training: Training
     sink: Sink
+    evaluations: Evaluations
 
     async def run(self) -> None:
         steps = self.journal.position().stage_steps
@@ -180,8 +190,8 @@ class Stages:
         for stage in self.stack.stages:
             done = steps.get(stage.name, 0)
             if done == stage.steps:
-                if stage is begun[-1] and stage.type == "rl":  # its last evaluation came after the cut
-                    await self._evaluate(stage, settings_of(self.stack, stage).environments, "after")
+                if stage is begun[-1] and stage.type == "rl":  # its weights are those that the engines have
+                    await self.evaluations.after(stage)
                 continue
             self.sink.event("stage_started", stage=stage.name, kind=stage.type, step=done, steps=stage.steps)
             if stage.type == "rl":
@@ -191,62 +201,25 @@ class Stages:
             self.sink.event("stage_finished", stage=stage.name, kind=stage.type)
 
     async def _reinforce(self, stage: RlStage, done: int) -> None:
-        settings = settings_of(self.stack, stage)
-        limits = self._limits(stage)
         if not self.engines.serving_now:
             self.sink.event("engines_awaited")
-        await self._synchronised()
-        if done == 0:
-            await self._evaluate(stage, settings.environments, "before")
+        await newest_weights(self.engines, self.training)
+        await (self.evaluations.between if done else self.evaluations.before)(stage)
         reinforcement = Reinforcement(
             stage,
             done,
             self.stack,
-            settings,
-            limits,
+            settings_of(self.stack, stage),
+            Limits.of(self.stack, stage),
             self.chat,
             self.engines,
             self.journal,
             self.training,
             self.sink,
         )
-
-        async def hold_out() -> None:
-            plan = self.stack.evaluate
-            if plan is not None and self.training.step % plan.every == 0:
-                for environment in plan.environments:
-                    await self._evaluate(stage, [environment], f"held-out {environment.name}")
-                self.training.restart_clock()
-
         self.training.restart_clock()
-        await reinforcement.run(hold_out)
-        await self._evaluate(stage, settings.environments, "after")
-
-    async def _evaluate(self, stage: Stage, environments: Sequence[Environment], when: str) -> None:
-        await self._synchronised()
-        result = await evaluate(
-            environments,
-            self.stack.seed,
-            self.chat,
-            self.engines,
-            self._limits(stage),
-            self.training.progress,
-        )
-        place = {"version": str(self.engines.version), "index": self.training.index}
-        self.sink.event("evaluated", stage=stage.name, when=when, **place, **result)
-
-    async def _synchronised(self) -> None:
-        """Wait until the engines hold the newest weights."""
-        await self.engines.holding(self.training.version, ENGINE_LIMIT + self.engines.update_limit)
-
-    def _limits(self, stage: Stage) -> Limits:
-        sampling = settings_of(self.stack, stage).sampling
-        return Limits(
-            turn=sampling.max_tokens,
-            sequence=min(self.stack.trainer.sequence_length, self.stack.inference.max_model_length),
-            seconds=sampling.timeout,
-            temperature=sampling.temperature,
-        )
+        await reinforcement.run(lambda: self.evaluations.between(stage))
+        await self.evaluations.after(stage)
 
 
 def _hidden_size(model: Path) -> int:

@@ -17,6 +17,7 @@ from stackrl.runtime.orchestrator import journal as books
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.groups import training_samples
 from stackrl.runtime.orchestrator.journal import Journal, SealedBatch
+from stackrl.runtime.orchestrator.recipes import recipes
 from stackrl.runtime.orchestrator.saving import PART, Saving
 from stackrl.runtime.orchestrator.supervised import Drawing
 from stackrl.runtime.orchestrator.training import Training, Work
@@ -52,7 +53,11 @@ class Start:
         else:
             self._take_back(sink, rollouts)
         snapshot = self.checkpoint / PART / "journal.sqlite" if self.checkpoint else None
-        return Journal(self._run.journal, self.incarnation, snapshot)
+        journal = Journal(self._run.journal, self.incarnation, snapshot, recipes(self._stack))
+        for stage, rollouts_dropped in journal.changed.items():
+            why = "what they were made from has changed"
+            sink.event("open_groups_dropped", stage=stage, rollouts=rollouts_dropped, reason=why)
+        return journal
 
     def _take_back(self, sink: Sink, rollouts: RolloutLog) -> None:
         damaged = checkpoints.set_aside(self._run.checkpoints(self._stack), self.index)

@@ -1,5 +1,8 @@
 """A journal as an incarnation begins it: the cut of its checkpoint, or empty.
 
+What the cut holds of groups that no batch has yet is gone on with, unless the stack has changed since and
+with it what they are made from.
+
 It is made beside the old one and takes its place in one move, so that a process that is killed meanwhile
 leaves the old journal or none, and the next one rolls back again.
 """
@@ -7,15 +10,17 @@ leaves the old journal or none, and the next one rolls back again.
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sqlite3
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
-_FORMAT = 2
+_FORMAT = 3
 """Of the tables below, kept as SQLite's user_version."""
 _SCHEMA = """
-CREATE TABLE meta (incarnation INTEGER NOT NULL);
+CREATE TABLE meta (incarnation INTEGER NOT NULL, recipes TEXT NOT NULL);
 CREATE TABLE groups (
     id INTEGER PRIMARY KEY, stage TEXT NOT NULL, number INTEGER NOT NULL, environment TEXT NOT NULL,
     admitted INTEGER NOT NULL, size INTEGER NOT NULL, UNIQUE (stage, number)
@@ -35,6 +40,9 @@ CREATE TABLE batches (
     trained_tokens INTEGER NOT NULL, record TEXT NOT NULL, sealed_at REAL NOT NULL, applied_at REAL
 );
 """
+
+CHANGED = "changed: it was made from other prompts, sampling or group size than the stage has now"
+"""Why the books drop what was done of an open group."""
 
 log = logging.getLogger(__name__)
 
@@ -58,11 +66,18 @@ def incarnation_of(journal: Path) -> int | None:
         return None
 
 
-def replace(journal: Path, snapshot: Path | None, incarnation: int) -> None:
-    """Put ``incarnation``'s journal in the place of the one at ``journal``: ``snapshot``'s, or empty."""
+def replace(
+    journal: Path, snapshot: Path | None, incarnation: int, recipes: Mapping[str, str]
+) -> dict[str, int]:
+    """Put ``incarnation``'s journal in the place of the one at ``journal``: ``snapshot``'s, or empty.
+
+    ``recipes``: RL stage → what its rollouts are made from now. Open groups of a stage that had another one
+    are dropped; returns how many rollouts of each such stage.
+    """
     made = journal.with_name("journal.new")
     made.unlink(missing_ok=True)
     os.close(os.open(made, os.O_CREAT | os.O_EXCL, 0o600))
+    dropped = {}
     with contextlib.closing(sqlite3.connect(made)) as db:
         if snapshot is None:
             db.executescript(_SCHEMA)
@@ -71,12 +86,46 @@ def replace(journal: Path, snapshot: Path | None, incarnation: int) -> None:
             _copy(snapshot, db)
         with db:
             if snapshot is not None:
-                _unseal(db)
+                unseal(db)
+                dropped = drop_open(db, _changed(db, recipes), CHANGED)
             db.execute("DELETE FROM meta")
-            db.execute("INSERT INTO meta VALUES (?)", (incarnation,))
+            db.execute("INSERT INTO meta VALUES (?, ?)", (incarnation, json.dumps(dict(recipes))))
     for suffix in ("-wal", "-shm", ""):
         journal.with_name(journal.name + suffix).unlink(missing_ok=True)
     os.replace(made, journal)
+    return dropped
+
+
+def unseal(db: sqlite3.Connection) -> None:
+    """What was applied at the cut is part of the checkpoint; what was sealed was never trained on."""
+    db.execute("UPDATE rollouts SET state = 'finished', batch = NULL WHERE state = 'batched'")
+    db.execute("DELETE FROM batches WHERE state = 'batched'")
+    db.execute("UPDATE batches SET state = 'durable'")
+    db.execute("UPDATE rollouts SET state = 'durable' WHERE state = 'applied'")
+
+
+def stages_of(db: sqlite3.Connection) -> list[str]:
+    """The stages that have groups."""
+    return [stage for (stage,) in db.execute("SELECT DISTINCT stage FROM groups")]
+
+
+def drop_open(db: sqlite3.Connection, stages: Iterable[str], reason: str) -> dict[str, int]:
+    """Drop the rollouts of ``stages`` that no batch holds; how many of each stage, where there were any."""
+    dropped = {
+        stage: db.execute(
+            "UPDATE rollouts SET state = 'dropped', reason = ? WHERE state IN ('planned', 'finished') "
+            "AND group_id IN (SELECT id FROM groups WHERE stage = ?)",
+            (reason, stage),
+        ).rowcount
+        for stage in stages
+    }
+    return {stage: count for stage, count in dropped.items() if count}
+
+
+def _changed(db: sqlite3.Connection, recipes: Mapping[str, str]) -> list[str]:
+    [before] = db.execute("SELECT recipes FROM meta").fetchone()
+    was = json.loads(before)
+    return [stage for stage in stages_of(db) if was.get(stage) != recipes.get(stage)]
 
 
 def _copy(snapshot: Path, db: sqlite3.Connection) -> None:
@@ -87,11 +136,3 @@ def _copy(snapshot: Path, db: sqlite3.Connection) -> None:
                 f"{snapshot} has format {version}, not {_FORMAT}: another version of stackrl made it"
             )
         source.backup(db)
-
-
-def _unseal(db: sqlite3.Connection) -> None:
-    """What was applied at the cut is part of the checkpoint; what was sealed was never trained on."""
-    db.execute("UPDATE rollouts SET state = 'finished', batch = NULL WHERE state = 'batched'")
-    db.execute("DELETE FROM batches WHERE state = 'batched'")
-    db.execute("UPDATE batches SET state = 'durable'")
-    db.execute("UPDATE rollouts SET state = 'durable' WHERE state = 'applied'")

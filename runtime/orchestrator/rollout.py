@@ -15,6 +15,8 @@ from stackrl.runtime.orchestrator.engines import Engines, Generate
 from stackrl.runtime.orchestrator.groups import Rollout, rollout_id
 from stackrl.runtime.orchestrator.judging import Judge
 from stackrl.runtime.orchestrator.seeds import Seeds, turn_seed
+from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stages import Stage
 
 LOSSES = 5
 """Engines that a rollout may lose before it counts as failed."""
@@ -39,6 +41,17 @@ class Limits:
     """For environment and engine together."""
     temperature: float
     """0 always takes the likeliest token; only evaluations do."""
+
+    @classmethod
+    def of(cls, stack: Stack, stage: Stage) -> Limits:
+        """Those of training in ``stage``."""
+        sampling = settings_of(stack, stage).sampling
+        return cls(
+            turn=sampling.max_tokens,
+            sequence=min(stack.trainer.sequence_length, stack.inference.max_model_length),
+            seconds=sampling.timeout,
+            temperature=sampling.temperature,
+        )
 
 
 @dataclass(frozen=True)

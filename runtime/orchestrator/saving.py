@@ -32,11 +32,13 @@ class Saving:
         recorder: Recorder,
         tasks: asyncio.TaskGroup,
         newest: int,
+        ranks: int,
     ) -> None:
+        """``ranks``: of the trainer, which writes the other part."""
         self.newest = newest
         self._run, self._server, self._journal, self._recorder = run, server, journal, recorder
         self._folder, self._keep = run.checkpoints(stack), stack.checkpoint.keep
-        self._incarnation = run.state().incarnation
+        self._incarnation, self._ranks = run.state().incarnation, ranks
         self._tasks = tasks
         self._open: set[asyncio.Task[None]] = set()
         self._completing = asyncio.Lock()
@@ -115,7 +117,13 @@ class Saving:
             self._recorder.event("checkpoint", index=index, path=str(checkpoint))
 
     def _declare(self, checkpoint: Path, index: int) -> None:
+        facts = {
+            "index": index,
+            "incarnation": self._incarnation,
+            "ranks": self._ranks,
+            "used": self._run.state().used,
+        }
         try:
-            checkpoints.write_manifest(checkpoint, {"index": index, "incarnation": self._incarnation})
+            checkpoints.write_manifest(checkpoint, facts)
         except OSError as error:
             raise OrchestratorError(f"the checkpoint {checkpoint} could not be completed: {error}") from error

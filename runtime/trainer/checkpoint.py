@@ -152,12 +152,14 @@ def stored_progress(checkpoint: Path) -> Progress:
 
 
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Restore weights, optimizer and random states. All ranks, however many, call it together.
+    """Restore weights, moments and random states. All ranks, however many, call it together.
 
-    A rank beyond those that wrote the checkpoint keeps the random states that it has. Raises CheckpointError
-    where the files do not hold what the model needs.
+    The optimizer's settings (betas, epsilon, weight decay) stay those that it was made with: the checkpoint's
+    may be those of a stack that has been changed since. A rank beyond those that wrote the checkpoint keeps
+    the random states that it has. Raises CheckpointError where the files do not hold what the model needs.
     """
     part = checkpoint / PART
+    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
     try:
         stored = dcp.FileSystemReader(part).read_metadata().state_dict_metadata
     except (OSError, EOFError, pickle.UnpicklingError) as error:
@@ -172,6 +174,8 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"cannot load {part}: {_first_failure(error)}") from error
     set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    for group, own in zip(optimizer.param_groups, settings, strict=True):
+        group.update(own)
     for device, values in random.items():
         _SET_RANDOM[device](values)
 

@@ -11,6 +11,7 @@ from starlette.routing import Route, WebSocketRoute
 from starlette.testclient import TestClient
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
+from stackrl.runtime import heartbeat
 from stackrl.runtime.inference.middleware import TokenMiddleware
 
 
@@ -52,6 +53,18 @@ def test_without_the_token_nothing_answers(client: TestClient, headers: dict) ->
     assert client.get("/no-such-route", headers=headers).status_code == 401
     with pytest.raises(WebSocketDisconnect), client.websocket_connect("/socket", headers=headers):
         pass
+
+
+def test_it_says_that_it_serves_at_the_first_request_that_is_let_in(
+    client: TestClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(heartbeat, "note", said.append)
+    client.get("/health")
+    assert said == []
+    for _ in range(2):
+        client.get("/health", headers={"Authorization": "Bearer secret"})
+    assert said == ["serving"]
 
 
 def test_with_the_token_everything_is_as_it_was(client: TestClient) -> None:

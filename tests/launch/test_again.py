@@ -35,7 +35,7 @@ def stack_file(folder: Path, **changes: Any) -> Path:
     return task_file(folder, checkpoint={"path": str(folder / "saved")}, **changes)
 
 
-def save(folder: Path, run_id: str, index: int, incarnation: int) -> Path:
+def save(folder: Path, run_id: str, index: int, incarnation: int, used: float = 0.0) -> Path:
     """A complete checkpoint of a run."""
     checkpoint = checkpoints.folder(folder / "saved" / run_id, index)
     (checkpoint / "orchestrator").mkdir(parents=True)
@@ -44,7 +44,7 @@ def save(folder: Path, run_id: str, index: int, incarnation: int) -> Path:
     (checkpoint / "orchestrator" / "events.jsonl").write_text('{"event": "stage_started", "time": 1.0}\n')
     stack = load(stack_file(folder)).stack
     (checkpoint / "orchestrator" / "stack.json").write_text(stack.model_dump_json())
-    checkpoints.write_manifest(checkpoint, {"index": index, "incarnation": incarnation})
+    checkpoints.write_manifest(checkpoint, {"index": index, "incarnation": incarnation, "used": used})
     return checkpoint
 
 
@@ -52,19 +52,28 @@ def test_a_run_whose_folder_is_lost_goes_on_from_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
-    save(tmp_path, "fake-1", 5, incarnation=2)
-    newest = save(tmp_path, "fake-1", 10, incarnation=4)
+    save(tmp_path, "fake-1", 5, incarnation=2, used=300.0)
+    newest = save(tmp_path, "fake-1", 10, incarnation=4, used=700.5)
     (newest / "orchestrator" / "metrics.jsonl").write_text("damaged")
     loaded = load(stack_file(tmp_path, roles={"trainer": {"processes": 2}, "inference": {"processes": 1}}))
     assert local.launch(loaded, detach=True, resume="fake-1") == 1  # `true` is no node program
     assert "its folder was gone" in capsys.readouterr().err
     [run] = all_runs()
     assert run.id == "fake-1" and run.state().incarnation == 4  # its next life is the fifth
+    assert run.state().used == 700.5, "limits.hours counts what was lost too"
     assert [json.loads(line)["index"] for line in run.metrics.read_text().splitlines()] == [4]
     assert run.events.exists() and run.events.stat().st_mode & 0o777 == 0o600
     assert run.restore() == tmp_path / "saved" / "fake-1" / "step-000005"
     assert [p["role"] for p in run.read("plan.json")["processes"]].count("trainer") == 2
     assert not run.model.exists()  # it is prepared anew
+
+
+def test_a_run_that_has_used_its_hours_does_not_get_them_again_by_losing_its_folder(tmp_path: Path) -> None:
+    save(tmp_path, "fake-1", 5, incarnation=1, used=3700.0)
+    run = recreate("fake-1", load(stack_file(tmp_path, limits={"hours": 1})))
+    assert run is not None
+    with pytest.raises(RunError, match=r"has worked 1\.0 h of its 1 \(limits\.hours\)"):
+        node.main(str(run.path))
 
 
 @pytest.mark.parametrize(

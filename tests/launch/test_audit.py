@@ -262,6 +262,16 @@ CHANGES = {
         "wrong_steps",
         "step 1 was never applied, though others follow it",
     ),
+    "of another stage": (
+        "UPDATE groups SET stage = 'other', number = 0 WHERE id = 4",
+        "wrong_steps",
+        "rollout 4-1 was planned for stage other and trained in step 4 of stage main",
+    ),
+    "of no group": (
+        "DELETE FROM groups WHERE id = 4",
+        "wrong_steps",
+        "rollout 4-1 was trained in step 4, its group is not in the journal",
+    ),
     "taken in another life": (
         "UPDATE batches SET incarnation = 2 WHERE id = 5",
         "wrong_steps",
@@ -284,6 +294,25 @@ def test_a_rollout_that_the_trainer_never_saw_is_lost(small: SmallRun) -> None:
     found = kinds(audit(small.run))
     assert "rollout 4-0 counts as trained in step 4, the trainer's ledger does not have it" in found["lost"]
     assert "rollout 44-0 was trained in step 4, the journal does not know of it" in found["lost"]
+
+
+def test_a_rollout_that_the_trainer_trained_in_another_stage_is_found(small: SmallRun) -> None:
+    for rank in range(2):
+        small.change_ledger(
+            '"index": 4, "step": 2, "stage": "main"', '"index": 4, "step": 2, "stage": "no"', rank
+        )
+    found = audit(small.run).wrong_steps
+    assert "rollout 4-0 was planned for stage main and trained in step 4 of stage no" in found
+
+
+def test_a_step_whose_speed_is_not_known_is_left_out_of_it(small: SmallRun) -> None:
+    """The orchestrator was started again in the middle of it."""
+    records = [json.loads(line) for line in small.run.metrics.read_text().splitlines()]
+    for name in ("seconds_step", "tokens_per_second"):
+        del records[3][name]
+    small.run.metrics.write_text("".join(json.dumps(record) + "\n" for record in records))
+    found = audit(small.run)
+    assert found.clean and found.speed.reported == pytest.approx(200.0)
 
 
 def test_a_rollout_trained_twice_is_found_in_another_step_and_in_the_same(small: SmallRun) -> None:
@@ -328,20 +357,46 @@ def test_metrics_that_say_something_else_are_wrong(small: SmallRun) -> None:
 
 
 def test_steps_that_were_rolled_back_are_no_longer_told(small: SmallRun) -> None:
-    """The journal stands at step 3 again, the metrics of what came after it are still there."""
+    """The journal stands at step 3 again; the metrics of what came after it count until the run says so."""
     small.journal.close()
     cut = small.checkpoints / "step-000003"
     small.journal = Journal(small.run.journal, 2, cut / "orchestrator" / "journal.sqlite")
     (small.checkpoints / "step-000006" / "manifest.json").unlink()
     found = audit(small.run)
-    assert found.clean and found.steps.all == 3
-    assert found.notes == [
-        "metrics.jsonl has 6 steps, the live journal 3: those behind them are taken again when the run "
-        "goes on"
-    ]
+    assert found.steps.all == 3 and found.notes == []
+    assert kinds(found) == {
+        "wrong_steps": [f"step {step} is in metrics.jsonl and not in the journal" for step in (3, 4, 5)]
+    }
+    with small.run.kept():
+        assert audit(small.run).clean, "a run that goes on may be further than the journal that was read"
     event = {"time": time.time(), "event": "resumed", "from": str(cut), "index": 3, "damaged": []}
     small.run.events.write_text(json.dumps(event) + "\n")
-    assert audit(small.run).notes == []
+    assert audit(small.run).clean
+
+
+def test_a_snapshot_may_be_behind_the_metrics(small: SmallRun) -> None:
+    small.journal.close()
+    for file in small.run.journal.glob("journal.sqlite*"):
+        file.unlink()
+    (small.checkpoints / "step-000006" / "manifest.json").unlink()
+    found = audit(small.run)
+    assert found.clean and found.notes == [
+        "metrics.jsonl has 6 steps, the snapshot of step-000003 3: those behind them are taken again when "
+        "the run goes on"
+    ]
+
+
+def test_the_contents_of_checkpoints_are_read_only_where_they_are_asked_for(small: SmallRun) -> None:
+    file = small.checkpoints / "step-000003" / "trainer" / "ledger-0.jsonl"
+    file.write_bytes(b"?" * file.stat().st_size)
+    good, damaged = audit(small.run, contents=False), audit(small.run)
+    assert [known.problem for known in good.checkpoints] == ["", ""]
+    assert good.notes == [
+        f"of checkpoints only names and sizes were compared: `stackrl audit {small.run.id}` reads all of them"
+    ]
+    assert f"{file} is damaged" in damaged.checkpoints[0].problem and damaged.notes == []
+    file.write_bytes(b"?")
+    assert f"{file} is damaged" in audit(small.run, contents=False).checkpoints[0].problem
 
 
 def test_without_the_journal_the_newest_whole_snapshot_speaks(small: SmallRun) -> None:

@@ -94,7 +94,7 @@ def save(run: RunFolder, journal: Journal, index: int) -> None:
     (checkpoint / "trainer").mkdir()
     (checkpoint / "trainer" / "weights.distcp").write_bytes(os.urandom(100))
     (checkpoint / "trainer" / "progress.json").write_text(json.dumps({"index": index, "step": index - 20}))
-    checkpoints.write_manifest(checkpoint, {"index": index, "incarnation": 4})
+    checkpoints.write_manifest(checkpoint, {"index": index, "incarnation": 4, "used": 99.0})
 
 
 def books(run: RunFolder, index: int) -> Path:
@@ -128,6 +128,12 @@ def test_a_fork_goes_on_at_the_checkpoint_with_what_was_changed(parent: RunFolde
     about = run.read("run.json")
     assert about["parent"] == {"run": parent.id, "step": 25} and about["environment"] == {"A": "b"}
     assert about["source"] == parent.read("run.json")["source"]
+
+
+def test_its_hours_begin_anew_also_where_only_its_checkpoint_is_left(parent: RunFolder) -> None:
+    run = fork(f"{parent.id}@20", None)
+    newest = checkpoints.newest(run.checkpoints(run.stack()))
+    assert newest is not None and checkpoints.verify(newest)["used"] == run.state().used == 0.0
 
 
 def test_its_incarnations_are_above_all_of_the_parents(parent: RunFolder) -> None:

@@ -49,6 +49,41 @@ def test_runs_are_found_by_id_unique_beginning_and_latest() -> None:
         find_run("other")
 
 
+@pytest.mark.parametrize("file", ["run.json", "state.json", "stack.json"])
+@pytest.mark.parametrize("content", ["", '{"half', "[]"])
+def test_a_damaged_run_is_named_and_hides_no_other(
+    file: str, content: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    well, damaged = make_run(), make_run()
+    (damaged.path / file).write_text(content)
+    assert {found.id for found in all_runs()} == {well.id, damaged.id}
+    assert find_run(well.id).id == well.id
+    assert runs.status(None, "text") == 0
+    rows = {line.split()[0]: line.split()[1] for line in capsys.readouterr().out.splitlines()[1:]}
+    assert rows == {well.id: "created", damaged.id: "damaged"}
+    assert runs.status(None, "json") == 0
+    told = {one["id"]: one for one in json.loads(capsys.readouterr().out)}
+    assert file in told[damaged.id]["reason"] and told[damaged.id].keys() == told[well.id].keys()
+    with pytest.raises(RunError, match=f"{file} is damaged: .*put back a copy"):
+        runs.status(damaged.id, "text")
+
+
+def test_runs_of_other_versions_are_shown_as_far_as_they_are_understood() -> None:
+    run = make_run()
+    run.write("state.json", run.read("state.json") | {"status": "stopped", "mood": "good"})
+    assert run.state() == State(status="stopped")
+    run.write("stack.json", run.read("stack.json") | {"mood": "good"})
+    assert runs.status(run.id, "text") == 0
+    with pytest.raises(RunError, match=r"no stack of this version.*mood.*launch FILE --resume"):
+        run.stack()
+
+
+def test_the_newest_step_is_the_last_whole_line() -> None:
+    run = make_run()
+    run.metrics.write_text('{"stage": "main", "index": 24, "reward": 0.5}\n{"torn\n')
+    assert runs.describe(run)["step"] == 25
+
+
 def test_status_lists_runs_and_tells_one(capsys: pytest.CaptureFixture[str]) -> None:
     failing, node = started(
         process("engine", SERVES), process("trainer", "import time; time.sleep(1)" + ";" + FAILS)

@@ -102,6 +102,33 @@ def test_sockets_of_libraries_are_told_by_their_process() -> None:
     assert sockets._of_a_library("orchestrator") is None
 
 
+UNNAMED = """
+import os, subprocess, sys, time
+code = (
+    "import pathlib, socket, subprocess, sys, time\\n"
+    "if sys.argv[2]:\\n"
+    "    subprocess.Popen([sys.executable, '-c', sys.argv[2], sys.argv[1], ''], env={})\\n"
+    "listener = socket.create_server(('127.0.0.1', 0))\\n"
+    "print(listener.getsockname()[1], file=open(sys.argv[1], 'a'), flush=True)\\n"
+    "time.sleep(600)"
+)
+subprocess.Popen([sys.executable, "-c", code, sys.argv[1] + "/opened", code], env={})
+time.sleep(600)
+"""
+
+
+def test_who_has_no_environment_to_show_belongs_to_its_parents_process() -> None:
+    """vLLM's processes give themselves titles, which overwrites what the kernel shows of it."""
+    run = make_run(process("orchestrator", SERVES), process("engine", UNNAMED, "RUN"))
+    start_node(run)
+    wait_until(lambda: (run.path / "opened").exists() and len((run.path / "opened").read_text().split()) == 2)
+    ports = {int(port) for port in (run.path / "opened").read_text().split()}
+    found = [one for one in sockets.ports_of(run) if one.port in ports]
+    assert len(found) == 2 and {one.process for one in found} == {"engine-0"}
+    assert {one.purpose for one in found} == {"between the processes of the engine (vLLM)"}
+    assert [one.warning for one in found] == ["", ""]
+
+
 def test_a_run_that_does_not_run_has_no_ports() -> None:
     run = make_run()
     with pytest.raises(RunError, match="is not running, so it listens on no port"):

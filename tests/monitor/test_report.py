@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from written_runs import empty_run, written_run
 
+from stackrl.runtime import checkpoints
 from stackrl.runtime.monitor import report_rollouts
 from stackrl.runtime.monitor.report import SCRIPTS, TEMPLATES, render, write_report
 from stackrl.runtime.monitor.report_facts import MOST_POINTS, _curves, surviving
@@ -175,6 +176,18 @@ def test_a_run_that_failed_before_its_first_step(tmp_path):
     overview = overview_of(run)
     assert (overview["run"]["status"], overview["run"]["reason"]) == ("failed", "engine-0 failed")
     assert overview["run"]["words"] == [["engine-0", ["starting", "ValueError: no such model"]]]
+
+
+def test_a_report_does_not_read_all_of_the_checkpoints(tmp_path, monkeypatch):
+    run = written_run(tmp_path, 16, 8, books=True)
+    checkpoint = checkpoints.folder(run.checkpoints(run.stack()), 6)
+    (checkpoint / "trainer").mkdir(parents=True)
+    (checkpoint / "trainer" / "weights.distcp").write_bytes(b"very many bytes")
+    checkpoints.write_manifest(checkpoint, {"index": 6})
+    monkeypatch.setattr(checkpoints, "_hash", None)
+    audit = overview_of(run)["audit"]
+    assert [(known["name"], known["problem"]) for known in audit["checkpoints"]] == [("step-000006", "")]
+    assert any("only names and sizes were compared" in note for note in audit["notes"])
 
 
 def test_any_file_may_be_missing_or_torn(tmp_path):

@@ -69,7 +69,7 @@ def test_a_failed_role_ends_the_run_and_is_named_with_its_reason_and_log() -> No
 def test_a_killed_role_is_the_cause_even_when_another_one_failed_before(tmp_path: Path) -> None:
     note = str(tmp_path / "failing")
     waits = "while not os.path.exists(sys.argv[1]): time.sleep(0.01)"
-    killed = f"import os, sys, time\n{waits}\nos.kill(os.getpid(), 9)"
+    killed = f"import os, sys, time\nprint('all is well', flush=True)\n{waits}\nos.kill(os.getpid(), 9)"
     fails = f"open({note!r}, 'w'); {FAILS}"
     run = make_run(
         process("engine", killed, note), process("trainer", fails), process("orchestrator", SERVES)
@@ -77,6 +77,7 @@ def test_a_killed_role_is_the_cause_even_when_another_one_failed_before(tmp_path
     finish(run)
     reason = run.state().reason
     assert reason.startswith("engine-0 was killed by SIGKILL") and "trainer-0 failed too" in reason
+    assert "all is well" not in reason  # who was killed did not say why
 
 
 @pytest.mark.slow

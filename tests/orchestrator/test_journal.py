@@ -145,6 +145,35 @@ def test_a_restored_journal_is_that_of_the_cut(journal, tmp_path):
     restored.close()
 
 
+def test_open_groups_of_a_stage_that_is_drawn_from_something_else_are_dropped(tmp_path):
+    """Only those, only where it changed, and once: what is planned from then on is of the new recipe."""
+    folder, old, new = tmp_path / "journal", {"main": "a", "other": "a"}, {"main": "b", "other": "a"}
+    first = Journal(folder, 1, recipes=old)
+    snapshot = cut(first, tmp_path)
+    first.plan(Plan(5, "other", 0, "reverse", admitted=0, size=2))
+    first.seal(place(1), "rl", [1])
+    first.snapshot(snapshot)
+    first.close()
+
+    same = Journal(folder, 2, snapshot, old)
+    assert same.changed == {} and len(same.open_groups("main")) == 3
+    same.close()
+    changed = Journal(folder, 3, snapshot, new)
+    assert changed.changed == {"main": 6}, "the batch that was sealed at the cut is none any more"
+    assert changed.open_groups("main") == [] and len(changed.open_groups("other")) == 1
+    assert changed.states() == {"durable": 2, "dropped": 8, "planned": 2}
+    assert [p.name for p in (folder / "rollouts").iterdir()] == []
+    assert (changed.next_group(), changed.next_prompt("main")) == (6, 5)
+    reasons = changed._db.execute("SELECT DISTINCT reason FROM rollouts WHERE group_id IN (1, 2, 3)")
+    assert [reason.partition(":")[0] for (reason,) in reasons] == ["changed"]
+    finished_groups(changed, 6)
+    changed.snapshot(snapshot)
+    changed.close()
+    again = Journal(folder, 4, snapshot, new)
+    assert again.changed == {} and len(again.open_groups("main")) == 1
+    again.close()
+
+
 def test_finished_rollouts_without_their_arrays_are_planned_again(journal, tmp_path):
     snapshot = cut(journal, tmp_path)
     journal.close()
@@ -220,7 +249,7 @@ def test_a_rollback_that_was_killed_is_begun_again(journal, tmp_path, monkeypatc
     snapshot = cut(journal, tmp_path)
     journal.seal(place(1), "rl", [1])
     journal.close()
-    for killed_at in ("_copy", "_unseal", "os.replace"):
+    for killed_at in ("_copy", "unseal", "os.replace"):
         with monkeypatch.context() as patch:
 
             def killed(*_, at=killed_at):
@@ -249,7 +278,7 @@ def test_a_snapshot_of_another_format_is_refused(journal, tmp_path):
     snapshot = cut(journal, tmp_path)
     with contextlib.closing(sqlite3.connect(snapshot)) as db:
         db.execute("PRAGMA user_version = 1")
-    with pytest.raises(JournalError, match="has format 1, not 2: another version of stackrl made it"):
+    with pytest.raises(JournalError, match="has format 1, not 3: another version of stackrl made it"):
         Journal(tmp_path / "journal", 2, snapshot)
 
 

@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import contextlib
-import os
+import io
 import signal
 import sqlite3
-import subprocess
-import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 import killed_orchestrator
 import pytest
 from fake_trainer import FakeTrainer
+from rich.console import Console
 from small_runs import STACK, TOKEN, begin_attempt, lines, make_run
 
 from stackrl.runtime import checkpoints
+from stackrl.runtime.launch.audit import audit
+from stackrl.runtime.monitor.records import Reader
+from stackrl.runtime.monitor.report_facts import facts
+from stackrl.runtime.monitor.view import plain, render
 from stackrl.runtime.transport.messages import encode
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
@@ -43,26 +45,10 @@ EVERY_POINT = [
 """Supervised and RL steps; 2, 5 and 7 end with a checkpoint."""
 
 
-@contextlib.contextmanager
-def living(run, point="none", step=0):
-    """An orchestrator as a process, ended at the end."""
-    command = [sys.executable, killed_orchestrator.__file__, str(run.path), point, str(step)]
-    folder = Path(killed_orchestrator.__file__).parent
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
-    environment = os.environ | {"STACKRL_TOKEN": TOKEN, "PYTHONPATH": path}
-    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE, text=True)
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.communicate()
-
-
-def orchestrate(run, point="none", step=0):
-    """One life of the orchestrator: its exit code and what it said."""
-    with living(run, point, step) as process:
-        _, stderr = process.communicate(timeout=120)
-        return process.returncode, stderr
+@pytest.fixture(scope="module")
+def lives():
+    with killed_orchestrator.Lives() as lives:
+        yield lives
 
 
 def wait_until(condition, within=60):
@@ -70,16 +56,6 @@ def wait_until(condition, within=60):
     while not condition():
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
-
-
-def killed(run, point, step):
-    code, stderr = orchestrate(run, point, step)
-    assert code == -signal.SIGKILL, f"not killed when {point} {step}: {stderr[-2000:]}"
-
-
-def finished(run):
-    code, stderr = orchestrate(run)
-    assert code == 0, stderr[-2000:]
 
 
 def rows(run, sql):
@@ -114,27 +90,47 @@ def check_books(run, trainer):
         "journal.sqlite",
         "metrics.jsonl",
         "events.jsonl",
+        "stack.json",
     }
     assert [record["index"] for record in lines(newest / "orchestrator" / "metrics.jsonl")][-1] == STEPS - 1
+    run.write("plan.json", {"processes": []})
+    audited = audit(run)
+    assert audited.clean and audited.steps.all == STEPS, str(audited)
     assert not trainer.errors and {end.reason for end in trainer.ended} == {"finished"}
 
 
-def test_killed_at_every_point_under_a_trainer_that_lives_on(tmp_path):
+def check_views(run):
+    """What is not known of a step is left out by all that show it."""
+    reader = Reader(run)
+    reader.read()
+    screen = Console(file=io.StringIO(), width=120)
+    screen.print(render(reader.history, time.time(), 120))
+    assert f"{STEPS}/{STEPS}" in screen.file.getvalue()
+    told = [plain(reader.history, record) for record in reader.history.steps]
+    assert "– tokens/s" in told[0]
+    curves = facts(run)["curves"]
+    assert curves["from"] == list(range(STEPS)) and curves["columns"]["seconds_step"][0] is None
+
+
+def test_killed_at_every_point_under_a_trainer_that_lives_on(lives, tmp_path):
     """The trainer takes the very batches that it would have taken, each once, and its numbers are kept."""
     whole = make_run(tmp_path / "whole", algorithm=BARRIER)
     with FakeTrainer(whole, TOKEN, ranks=2) as unbroken:
-        finished(whole)
+        lives.finished(whole)
     run = make_run(tmp_path / "broken", algorithm=BARRIER)
     with FakeTrainer(run, TOKEN, ranks=2, step_delay=2 * killed_orchestrator.IN_HAND) as trainer:
         for point, step in EVERY_POINT:
-            killed(run, point, step)
-        finished(run)
+            lives.killed(run, point, step)
+        lives.finished(run)
     check_books(run, trainer)
     for index in range(STEPS):
         for rank in range(2):
             assert encode(trainer.batches[index][rank]) == encode(unbroken.batches[index][rank])
     told = lines(run.metrics)
     assert [record["index"] for record in told] == list(range(STEPS))
+    unknown = [record["index"] for record in told if "seconds_step" not in record]
+    assert {0, 1, 2, 3} <= set(unknown), "who is killed in a step does not know how long it took"
+    check_views(run)
     assert all(record["trainer/loss"] == 0.5 for record in told), "the trainer repeats what was not heard"
     assert [record.get("rollouts") for record in told] == [None] * WARMUP + [16] * (STEPS - WARMUP)
     before = [record for record in lines(whole.metrics)]
@@ -147,49 +143,49 @@ def test_killed_at_every_point_under_a_trainer_that_lives_on(tmp_path):
 
 
 @pytest.mark.parametrize(("point", "step"), [("sealed", 4), ("acknowledged", 4), ("cut", 5)])
-def test_killed_with_its_trainer(tmp_path, point, step):
+def test_killed_with_its_trainer(lives, tmp_path, point, step):
     """Asynchronous work goes back to the checkpoint's cut, and what came after is done again."""
     run = make_run(tmp_path)
     with FakeTrainer(run, TOKEN):
-        killed(run, point, step)
+        lives.killed(run, point, step)
     begin_attempt(run)
     with FakeTrainer(run, TOKEN) as second:
         assert second.start == 3
-        finished(run)
+        lives.finished(run)
     check_books(run, second)
 
 
-def test_the_check_finds_a_journal_that_was_not_rolled_back(tmp_path, monkeypatch):
+def test_the_check_finds_a_journal_that_was_not_rolled_back(lives, tmp_path, monkeypatch):
     """Negative control: batches are rolled back, but what became of the rollouts is not."""
     run = make_run(tmp_path)
     with FakeTrainer(run, TOKEN):
-        killed(run, "acknowledged", 5)
+        lives.killed(run, "acknowledged", 5)
     begin_attempt(run)
     with contextlib.closing(sqlite3.connect(run.journal / "journal.sqlite")) as db, db:
         db.execute("DELETE FROM batches WHERE id >= 3")
         db.execute("UPDATE meta SET incarnation = 2")
     with FakeTrainer(run, TOKEN) as second:
-        orchestrate(run)
+        lives.whole(run)
     with pytest.raises(AssertionError):
         check_books(run, second)
 
 
-def test_a_trainer_of_the_checkpoint_does_not_fit_a_journal_that_went_on(tmp_path):
+def test_a_trainer_of_the_checkpoint_does_not_fit_a_journal_that_went_on(lives, tmp_path):
     """Negative control: a journal that is not rolled back at all is found out before the first batch."""
     run = make_run(tmp_path)
     with FakeTrainer(run, TOKEN):
-        killed(run, "told", 4)
+        lives.killed(run, "told", 4)
     begin_attempt(run)
     with contextlib.closing(sqlite3.connect(run.journal / "journal.sqlite")) as db, db:
         db.execute("UPDATE meta SET incarnation = 2")
-    with FakeTrainer(run, TOKEN) as second, living(run) as orchestrator:
+    with FakeTrainer(run, TOKEN) as second, lives.living(run) as orchestrator:
         wait_until(lambda: second.errors or orchestrator.poll() is not None)
     assert "resumes at optimizer step 3, the orchestrator at 5" in str(second.errors[0])
 
 
-def test_sigusr2_saves_and_ends(tmp_path):
+def test_sigusr2_saves_and_ends(lives, tmp_path):
     run = make_run(tmp_path, checkpoint={"every": 100})
-    with FakeTrainer(run, TOKEN, step_delay=0.3) as trainer, living(run) as orchestrator:
+    with FakeTrainer(run, TOKEN, step_delay=0.3) as trainer, lives.living(run) as orchestrator:
         wait_until(lambda: len(trainer.batches) == 4)
         orchestrator.send_signal(signal.SIGUSR2)
         assert orchestrator.wait(timeout=30) == 0
@@ -199,16 +195,16 @@ def test_sigusr2_saves_and_ends(tmp_path):
     begin_attempt(run)
     with FakeTrainer(run, TOKEN) as second:
         assert second.start == len(trainer.batches)
-        finished(run)
+        lives.finished(run)
     check_books(run, second)
 
 
 @pytest.mark.parametrize("finite", [True, False])
-def test_a_guard_ends_the_run_for_good(tmp_path, finite):
+def test_a_guard_ends_the_run_for_good(lives, tmp_path, finite):
     run = make_run(tmp_path, checkpoint={"every": 2})
     with FakeTrainer(run, TOKEN) as trainer:
         trainer.metrics = trainer.metrics | {"loss": float("nan"), "weights_finite": float(finite)}
-        code, stderr = orchestrate(run)
+        code, stderr = lives.whole(run)
     assert code == 3 and stderr.splitlines()[-1].startswith("error: guard not_finite: ")
     saved = checkpoints.newest(run.checkpoints(run.stack()))
     taken = len(trainer.batches)

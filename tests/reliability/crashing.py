@@ -16,7 +16,7 @@ import runpy
 import signal
 import sqlite3
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -24,6 +24,7 @@ from typing import Any, Literal
 from stackrl.runtime.orchestrator.rollback import replace as rollback_to
 
 FILE = "crashes.json"
+FAULT = "a fault on command"
 KEEPS_JOURNAL = "STACKRL_TRIAL_KEEPS_JOURNAL"
 """Set for a run that is not to roll its journal back, which is a fault."""
 
@@ -37,7 +38,8 @@ class Crash:
     """module:qualified.name"""
     when: Literal["before", "after"]
     count: int
-    victim: Literal["itself", "agent", "guard"] = "itself"
+    victim: Literal["itself", "agent", "guard", "call"] = "itself"
+    """`call`: nobody dies; the call raises an exception that nobody expects."""
 
 
 def write(run: Path, crashes: list[Crash]) -> None:
@@ -103,6 +105,8 @@ def _deadly(function: Callable[..., Any], crash: Crash, marker: Path) -> Callabl
 
 def _kill(crash: Crash, marker: Path) -> None:
     marker.touch()
+    if crash.victim == "call":
+        raise RuntimeError(FAULT)
     agent = os.getppid()
     victims = {"itself": os.getpid, "agent": lambda: agent, "guard": lambda: _parent(agent)}
     os.kill(victims[crash.victim](), signal.SIGKILL)
@@ -110,13 +114,15 @@ def _kill(crash: Crash, marker: Path) -> None:
         signal.pause()  # the agent's end is this process's end
 
 
-def _keep(journal: Path, snapshot: Path | None, incarnation: int) -> None:
+def _keep(
+    journal: Path, snapshot: Path | None, incarnation: int, recipes: Mapping[str, str]
+) -> dict[str, int]:
     """In the place of the rollback: a new incarnation goes on with the journal of the one before."""
     if not journal.exists():
-        rollback_to(journal, snapshot, incarnation)
-        return
+        return rollback_to(journal, snapshot, incarnation, recipes)
     with contextlib.closing(sqlite3.connect(journal)) as db, db:
         db.execute("UPDATE meta SET incarnation = ?", (incarnation,))
+    return {}
 
 
 def _parent(pid: int) -> int:
@@ -129,6 +135,7 @@ def main() -> None:
     if role == "node":
         from stackrl.runtime import node
 
+        node.write_report_aside = lambda run: None  # which no trial looks at
         sys.exit(node.main(str(run)))
     from stackrl.runtime.orchestrator import evaluation, rollback
 

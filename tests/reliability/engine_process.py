@@ -16,11 +16,12 @@ import crashing
 from aiohttp import web
 
 from stackrl.runtime import heartbeat
-from stackrl.runtime.inference.client import FIRST_LABEL
 from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.transport.batches import token_required
 
 TOKEN_SECONDS = 0.003
+FIRST_LABEL = "default"
+"""What vLLM calls the weights that it started with."""
 
 
 class EngineServer:

@@ -1,0 +1,85 @@
+"""When a run is evaluated: before and after each RL stage, and on held-out environments between its steps.
+
+Each evaluation is made once, as far as events.jsonl tells: none that is in there is made again, unless its
+weights were rolled back, and one that a killed process owed is made when the run goes on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from stackrl.runtime.monitor.metrics import Sink
+from stackrl.runtime.monitor.records import Tail
+from stackrl.runtime.orchestrator.chat import Chat
+from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
+from stackrl.runtime.orchestrator.evaluation import evaluate
+from stackrl.runtime.orchestrator.rollout import Limits
+from stackrl.runtime.orchestrator.training import Training
+from stackrl.runtime.run import RunFolder
+from stackrl.schemas.environments import Environment
+from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stages import RlStage
+
+Moment = tuple[str, str, int]
+"""Stage, when (`before`, `after`, `held-out NAME`), and the optimizer steps behind the weights."""
+
+
+class Evaluations:
+    """Those of one life of the orchestrator; it makes the ones that are due and not in the books."""
+
+    def __init__(
+        self, run: RunFolder, stack: Stack, chat: Chat, engines: Engines, training: Training, sink: Sink
+    ) -> None:
+        self._stack, self._chat, self._engines = stack, chat, engines
+        self._training, self._sink = training, sink
+        self._made = evaluations_made(run)
+
+    async def before(self, stage: RlStage) -> None:
+        """Before the first step of ``stage``."""
+        await self._evaluate(stage, settings_of(self._stack, stage).environments, "before")
+
+    async def between(self, stage: RlStage) -> None:
+        """After a step of ``stage``, where held-out environments are due then."""
+        plan = self._stack.evaluate
+        if plan is not None and self._training.step % plan.every == 0:
+            for environment in plan.environments:
+                await self._evaluate(stage, [environment], f"held-out {environment.name}")
+
+    async def after(self, stage: RlStage) -> None:
+        """After the last step of ``stage``."""
+        await self.between(stage)
+        await self._evaluate(stage, settings_of(self._stack, stage).environments, "after")
+
+    async def _evaluate(self, stage: RlStage, environments: Sequence[Environment], when: str) -> None:
+        moment = (stage.name, when, self._training.index)
+        if moment in self._made:
+            return
+        await newest_weights(self._engines, self._training)
+        result = await evaluate(
+            environments,
+            self._stack.seed,
+            self._chat,
+            self._engines,
+            Limits.of(self._stack, stage),
+            self._training.progress,
+        )
+        place = {"version": str(self._engines.version), "index": self._training.index}
+        self._sink.event("evaluated", stage=stage.name, when=when, **place, **result)
+        self._made.add(moment)
+        self._training.restart_clock()
+
+
+def evaluations_made(run: RunFolder) -> set[Moment]:
+    """What events.jsonl tells of weights that the run still has or has gone on from."""
+    made: set[Moment] = set()
+    for event in Tail(run.events).read():
+        if event["event"] == "evaluated":
+            made.add((event["stage"], event["when"], event["index"]))
+        elif event["event"] == "resumed":
+            made = {moment for moment in made if moment[2] <= event["index"]}
+    return made
+
+
+async def newest_weights(engines: Engines, training: Training) -> None:
+    """Wait until the engines hold them."""
+    await engines.holding(training.version, ENGINE_LIMIT + engines.update_limit)
