@@ -29,7 +29,7 @@ from stackrl.runtime.monitor.notify import tell_end
 from stackrl.runtime.notes import NODE, Notes, tell, write_end
 from stackrl.runtime.place import Place, job_run_id
 from stackrl.runtime.processes import guarded, send
-from stackrl.runtime.restarts import Failure, GivenUp, Restarts
+from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restarts
 from stackrl.runtime.roles import Roles, blame, words
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token, runs_home
 from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
@@ -237,6 +237,8 @@ class _Attempt:
             try:
                 restart = self._restarts.failed(failure, time.monotonic(), self._roles.done())
             except GivenUp as end:
+                if name == ORCHESTRATOR and running.exit == STOPPED_BY_GUARD:
+                    raise Stopped(running.complaint) from None
                 others = [other for other in failed if other is not running]
                 also = f" ({', '.join(other.program.name for other in others)} failed too)" if others else ""
                 raise RoleFailed(f"{end}{also}") from None
@@ -294,7 +296,7 @@ class _Attempt:
         trained = said.get("index", 0) > said.get("checkpoint", math.inf)
         saves = trained and not self._failed_workers()
         self._notes.event("stopping", reason=reason, saves=saves)
-        self._notes.say(f"{reason}; {'saving' if saves else 'there is nothing to save'}")
+        self._notes.say(f"{reason}{'; saving' if saves else ''}")
         if not saves:
             return
         send(pids[ORCHESTRATOR], signal.Signals[SAVE_SIGNAL])

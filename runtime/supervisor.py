@@ -124,7 +124,7 @@ class Supervisor:
         self._complain = complain
         self._selector = selectors.DefaultSelector()
         self._asked: list[int] = []
-        self._pid = os.getpid()
+        self._pid, self._parent = os.getpid(), os.getppid()
 
     def __enter__(self) -> Supervisor:
         processes.adopt_orphans()
@@ -179,6 +179,8 @@ class Supervisor:
         self.rest(wait)
         if self._asked:
             number = self._asked[0]
+            if os.getppid() != self._parent:  # its end is what sent the signal
+                raise Stopped("stopped: the guard of the node program was killed", processes.LOST)
             code = 130 if number == signal.SIGINT else 1
             raise Stopped(f"stopped by {processes.signal_name(number)}", code)
 

@@ -61,7 +61,7 @@ class BatchRow:
     kind: str
     state: str
     applied_at: float | None
-    trained_tokens: int | None
+    packed_tokens: int | None
     incarnation: int | None
 
 
@@ -218,7 +218,7 @@ def _read(database: Path, source: str) -> Books:
             "ORDER BY group_id, number"
         ).fetchall()
         batches = db.execute(
-            "SELECT id, step, stage, stage_step, kind, state, applied_at, trained_tokens, incarnation "
+            "SELECT id, step, stage, stage_step, kind, state, applied_at, packed_tokens, incarnation "
             "FROM batches ORDER BY id"
         ).fetchall()
     return Books(

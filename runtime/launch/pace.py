@@ -14,7 +14,8 @@ from stackrl.runtime.monitor.records import Record
 
 @dataclass(frozen=True)
 class Speed:
-    """Generated and trained tokens of the steps whose duration the journal knows."""
+    """Tokens of the steps whose duration the journal knows: generated ones, and those that the trainer went
+    through, prompts included."""
 
     devices: int
     tokens: int
@@ -54,7 +55,7 @@ def speed(books: Books, steps: list[Record], events: list[Record], plan: dict[st
         generated = (
             sampled[bisect_left(times, batch.applied_at)] - sampled[bisect_left(times, before.applied_at)]
         )
-        tokens += generated + batch.trained_tokens
+        tokens += generated + batch.packed_tokens
         seconds += batch.applied_at - before.applied_at
         record = records.get(batch.id, {})
         if record.get("tokens_per_second") is not None:
@@ -78,7 +79,7 @@ def count_devices(plan: dict[str, Any]) -> int:
 def _followed(books: Books, evaluations: list[float]) -> Iterator[tuple[BatchRow, BatchRow]]:
     """Pairs of steps between whose ends nothing but the second one was done."""
     for before, batch in pairwise(books.applied):
-        known = None not in (before.applied_at, batch.applied_at, batch.trained_tokens)
+        known = None not in (before.applied_at, batch.applied_at, batch.packed_tokens)
         if not known or (before.stage, before.incarnation) != (batch.stage, batch.incarnation):
             continue
         first = bisect_left(evaluations, before.applied_at)

@@ -177,6 +177,8 @@ def explain(run: RunFolder) -> str:
         return f"run {run.id} died: its node program is gone; {resume}"
     if status == "stopped":
         how = state.reason if state.reason.startswith("stopped") else f"stopped: {state.reason}"
+        if state.reason.startswith("guard "):
+            resume = f"go on with other settings: `stackrl launch --from {run.id}@latest --set KEY=VALUE`"
         return f"run {run.id} was {how}; {resume}"
     watch = f"watch it with `stackrl watch {run.id}`, end it with `stackrl down {run.id}`"
     return f"run {run.id} is {status}; {watch}"

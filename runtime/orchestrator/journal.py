@@ -160,11 +160,12 @@ class Journal:
     ) -> None:
         """Batch ``place.index`` holds the finished rollouts of ``groups``.
 
-        ``kind`` is the stage's type, ``tokens`` how many are trained, ``record`` what is known of the step.
+        ``kind`` is the stage's type, ``tokens`` how many its sequences have, prompts included, ``record``
+        what is known of the step.
         """
         with self._writing(f"seal batch {place.index}"):
             self._db.execute(
-                "INSERT INTO batches (id, step, stage, stage_step, kind, incarnation, trained_tokens, "
+                "INSERT INTO batches (id, step, stage, stage_step, kind, incarnation, packed_tokens, "
                 "record, sealed_at) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
                 (
                     place.index,

@@ -37,7 +37,7 @@ CREATE INDEX rollouts_by_batch ON rollouts (batch);
 CREATE TABLE batches (
     id INTEGER PRIMARY KEY, step INTEGER NOT NULL, stage TEXT NOT NULL, stage_step INTEGER NOT NULL,
     kind TEXT NOT NULL, state TEXT NOT NULL DEFAULT 'batched', incarnation INTEGER NOT NULL,
-    trained_tokens INTEGER NOT NULL, record TEXT NOT NULL, sealed_at REAL NOT NULL, applied_at REAL
+    packed_tokens INTEGER NOT NULL, record TEXT NOT NULL, sealed_at REAL NOT NULL, applied_at REAL
 );
 """
 

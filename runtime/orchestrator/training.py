@@ -154,7 +154,8 @@ class Training:
         work.record["seconds_rollouts_wait"] = self._pace.since_last()
         batches = build(work.samples, place, self._layout)
         groups = [group.plan.id for group in work.groups]
-        self._journal.seal(place, work.stage.type, groups, tokens=batches[0].tokens, record=work.record)
+        packed = sum(len(sample.tokens) for sample in work.samples)
+        self._journal.seal(place, work.stage.type, groups, tokens=packed, record=work.record)
         self._recorder.sealed(place, work.groups)
         await self._server.offer(batches)
         trainer = await self._applied(place)

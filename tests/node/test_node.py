@@ -125,6 +125,7 @@ def test_a_killed_guard_leaves_nothing(tmp_path: Path) -> None:
     wait_until(lambda: gone(*pids), limit=10)
     wait_until(lambda: run.keeper() is None)
     assert run.state().status == "stopped"
+    assert run.state().reason == "stopped: the guard of the node program was killed"
 
 
 def test_a_killed_supervisor_leaves_nothing_and_the_run_has_failed(tmp_path: Path) -> None:

@@ -13,7 +13,9 @@ from typing import Any
 
 import pytest
 from fake_roles import BEATS, SERVES, fresh_home, make_run, process, start_node, wait_until
+from small_runs import lines
 
+from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.run import RunFolder
 
 SAVES = (
@@ -67,6 +69,16 @@ def end(node: subprocess.Popen[str]) -> tuple[int, str]:
 def stopping(run: RunFolder) -> dict[str, Any]:
     [event] = [json.loads(line) for line in run.events.read_text().splitlines()]
     return event
+
+
+def test_a_run_that_a_guard_stopped_says_which_and_how_to_go_on_otherwise() -> None:
+    stops = "import sys, time; time.sleep(1); print('error: guard mismatch: too much'); sys.exit(3)"
+    run = make_run(process("engine", SERVES), process("orchestrator", stops), restarts=3)
+    code, _ = end(start_node(run))
+    state = run.state()
+    assert (code, state.status, state.reason) == (1, "stopped", "guard mismatch: too much")
+    assert f"stackrl launch --from {run.id}@latest --set" in explain(run) and "--resume" not in explain(run)
+    assert not any(event["event"] == "restarted" for event in lines(run.events))
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1)])

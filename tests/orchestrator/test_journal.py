@@ -289,7 +289,7 @@ def test_times_and_tokens_are_kept_for_the_audit(journal, tmp_path):
     journal.apply(0)
     with contextlib.closing(sqlite3.connect(tmp_path / "journal" / "journal.sqlite")) as db:
         [(sealed, applied, tokens, incarnation)] = db.execute(
-            "SELECT sealed_at, applied_at, trained_tokens, incarnation FROM batches"
+            "SELECT sealed_at, applied_at, packed_tokens, incarnation FROM batches"
         )
         [(finished,), _] = db.execute("SELECT finished_at FROM rollouts")
     assert began <= finished <= sealed <= applied <= time.time() and (tokens, incarnation) == (11, 1)

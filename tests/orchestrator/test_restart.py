@@ -138,8 +138,11 @@ def test_killed_at_every_point_under_a_trainer_that_lives_on(lives, tmp_path):
     assert rows(run, "SELECT COUNT(*) FROM batches WHERE applied_at >= sealed_at AND incarnation = 1") == [
         (STEPS,)
     ]
-    tokens = [batch.tokens for batch in trainer.steps()]
-    assert [count for (count,) in rows(run, "SELECT trained_tokens FROM batches ORDER BY id")] == tokens
+    tokens = [
+        sum(len(micro.tokens) for batch in trainer.batches[index].values() for micro in batch.micro_batches)
+        for index in range(STEPS)
+    ]
+    assert [count for (count,) in rows(run, "SELECT packed_tokens FROM batches ORDER BY id")] == tokens
 
 
 @pytest.mark.parametrize(("point", "step"), [("sealed", 4), ("acknowledged", 4), ("cut", 5)])
