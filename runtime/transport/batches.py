@@ -33,7 +33,7 @@ from stackrl.runtime.transport.messages import (
     decode,
     encode,
 )
-from stackrl.runtime.transport.strangers import Doorkeeper, listen, many_files, peer
+from stackrl.runtime.transport.strangers import Doorkeeper, listen, many_files, peer, told_in_a_line
 
 LONG_POLL = 20.0
 MAX_REQUEST_BYTES = 1 << 20
@@ -47,6 +47,7 @@ UNKNOWN = 428
 _MEDIA = "application/vnd.msgpack"
 
 log = logging.getLogger(__name__)
+log.addFilter(told_in_a_line)
 
 
 class TransportError(Exception):
@@ -101,7 +102,7 @@ class BatchServer:
         application.router.add_get("/batches/{index}", self._on_batch)
         application.router.add_post("/acks", self._on_ack)
         application.router.add_post("/logprobs", self._on_logprobs)
-        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0)
+        self._runner = web.AppRunner(application, access_log=None, shutdown_timeout=1.0, logger=log)
         await self._runner.setup()
         address = urlsplit(self._url)
         self._listener = await listen(self._runner.server, address.hostname, address.port, doorkeeper)

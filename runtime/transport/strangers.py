@@ -8,11 +8,14 @@ the same: strangers, whose oldest goes first. Those who have shown the token onc
 from __future__ import annotations
 
 import asyncio
+import logging
 import resource
 import threading
 import time
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
+
+from aiohttp.http_exceptions import HttpProcessingError
 
 PATIENCE = 10.0
 """Seconds that a connection has to show the token."""
@@ -142,3 +145,13 @@ class _Watched(asyncio.Protocol):
     def connection_lost(self, error: Exception | None) -> None:
         self._doorkeeper.left(self._peer)
         self._inner.connection_lost(error)
+
+
+def told_in_a_line(record: logging.LogRecord) -> bool:
+    """A filter for aiohttp's logger: what is no HTTP is a stranger's fault, whose traceback nobody needs."""
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, HttpProcessingError):
+        record.levelno, record.levelname = logging.WARNING, "WARNING"
+        record.msg, record.args = f"{record.getMessage()}: {str(error).splitlines()[0]}", ()
+        record.exc_info = None
+    return True

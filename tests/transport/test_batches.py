@@ -205,6 +205,21 @@ async def test_garbage_and_oversized_messages_are_refused_and_change_nothing(ser
     assert (await server.hello(1)).ranks == 1
 
 
+async def test_what_is_no_http_is_a_line_in_the_log_and_no_traceback(server, url, caplog):
+    host, port = url.removeprefix("http://").split(":")
+    for garbage in (
+        b"\x80\x04\x95pickle\r\n\r\n",
+        b"GET / HTTP/9.9\r\n\r\n",
+        b"GET / HTTP/1.1\r\nno colon\r\n\r\n",
+    ):
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(garbage)
+        await reader.read()
+        writer.close()
+    assert not [record for record in caplog.records if record.exc_info]
+    assert [record.levelname for record in caplog.records if "127.0.0.1" in record.getMessage()]
+
+
 async def test_what_was_never_served_cannot_be_acknowledged(server, url):
     with Client(url, 0, 1) as client:
         await in_thread(greet, client)
