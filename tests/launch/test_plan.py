@@ -154,7 +154,7 @@ def test_a_plan_survives_json(tmp_path):
 
 def test_no_secret_in_a_plan(tmp_path, monkeypatch):
     monkeypatch.setenv("STACKRL_TOKEN", "do-not-tell")
-    loaded = load(stacks.write(tmp_path, ("run:", "secrets: {STACKRL_TOKEN: do-not-tell}\nrun:")))
+    loaded = load(stacks.write(tmp_path, ("run:", "secrets: {STACKRL_TOKEN: null}\nrun:")))
     plan = make_plan(loaded, TWO_CORES)
     assert "do-not-tell" not in json.dumps(asdict(plan)) + table(plan, loaded.stack)
 
