@@ -116,7 +116,8 @@ def test_a_command_does_not_see_the_token_of_the_run(tmp_path: Path, monkeypatch
 def test_a_slow_command_is_ended_with_its_children_and_holds_up_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    telling = notifier(command=f"sleep 600 & echo $! > {tmp_path}/child; sleep 600", timeout=2.0)
+    named = f"echo $! > {tmp_path}/new && mv {tmp_path}/new {tmp_path}/child"  # never empty
+    telling = notifier(command=f"sleep 600 & {named}; sleep 600", timeout=2.0)
     began = time.monotonic()
     for _ in range(300):  # more than wait
         telling.alarm(ALARM, RECORD)
