@@ -135,7 +135,7 @@ async def test_every_logprob_is_that_of_its_label(
     await trainer.update(client, 1, kv)
     async with Traffic(client, salt=f"{trainer.incarnation}.1") as traffic:
         for step in (2, 3, 4):
-            await asyncio.sleep(0.2)
+            await asyncio.sleep(0.6)  # requests begin that know no older version
             await trainer.update(client, step, kv)
     again = traffic.replies[0][0]
     late = await ask(client, again, salt=f"{trainer.incarnation}.4", seed=99)
