@@ -27,6 +27,8 @@ from typing import Any
 from stackrl.runtime.run import write_durably
 
 MANIFEST = "manifest.json"
+BOOKS = "orchestrator"
+"""A checkpoint's folder for the journal's snapshot, the stack, and what the run had told of itself."""
 _FORMAT = 2
 _NAME = re.compile(r"step-(\d{6,})")
 _DAMAGED_NAME = re.compile(rf"{_NAME.pattern}\.damaged")

@@ -14,9 +14,6 @@ from stackrl.runtime.launch.resume import refuse_against_checkpoint, refuse_chan
 from stackrl.runtime.run import RunError, RunFolder, State, create_run
 from stackrl.schemas.loader import LoadedStack
 
-BOOKS = "orchestrator"
-"""Where a checkpoint holds copies of the run's own files."""
-
 
 def go_on(
     run: RunFolder,
@@ -59,7 +56,7 @@ def recreate(
     refuse_against_checkpoint(newest, source, stack)
     run = create_run(source.name, source.path, source.hash, stack, plan, environment, run_id=run_id)
     for file in (run.metrics, run.events):
-        if (copy := newest / BOOKS / file.name).exists():
+        if (copy := newest / checkpoints.BOOKS / file.name).exists():
             shutil.copyfile(copy, file)
             file.chmod(0o600)
     incarnation, used = int(_highest(saved, "incarnation")), _highest(saved, "used")

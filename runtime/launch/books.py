@@ -122,7 +122,7 @@ def read_books(run: RunFolder, known: list[Checkpoint]) -> Books:
         except (OSError, sqlite3.Error) as error:
             problem = f"{journal} cannot be read: {error}"
     if (newest := newest_whole(known)) is not None:
-        snapshot = newest.path / "orchestrator" / "journal.sqlite"
+        snapshot = newest.path / checkpoints.BOOKS / "journal.sqlite"
         return _read(snapshot, f"the snapshot of {newest.name}")
     raise RunError(
         f"run {run.id} has no books to audit: {problem}, and there is no whole checkpoint; "

@@ -23,7 +23,7 @@ import yaml
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.admit import admit
-from stackrl.runtime.launch.again import BOOKS, environment_of
+from stackrl.runtime.launch.again import environment_of
 from stackrl.runtime.launch.resume import MODEL, begun_stages, fixed
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator import rollback
@@ -34,7 +34,7 @@ from stackrl.schemas.rules import at
 from stackrl.schemas.stack import Stack
 from stackrl.schemas.written import written
 
-JOURNAL, STACK_FILE = f"{BOOKS}/journal.sqlite", f"{BOOKS}/stack.json"
+JOURNAL, STACK_FILE = f"{checkpoints.BOOKS}/journal.sqlite", f"{checkpoints.BOOKS}/stack.json"
 """Files of a checkpoint that are the fork's own."""
 FORKED = "forked: it was not trained yet when the run was forked"
 """Why the books drop a rollout of the parent's."""
@@ -139,7 +139,7 @@ def _take_over(run: RunFolder, stack: Stack, parent: RunFolder, checkpoint: Path
     try:
         manifest = checkpoints.verify(checkpoint, contents=False)
         for name in manifest["files"]:
-            _link(checkpoint / name, copy / name, always_copy=name.startswith(f"{BOOKS}/"))
+            _link(checkpoint / name, copy / name, always_copy=name.startswith(f"{checkpoints.BOOKS}/"))
     except (FileNotFoundError, checkpoints.CheckpointError) as error:
         raise RunError(
             f"run {parent.id}, which keeps its newest checkpoints only, has deleted this one meanwhile "
@@ -190,7 +190,7 @@ def _entry(file: Path) -> dict[str, Any]:
 
 def _write_history(run: RunFolder, parent: RunFolder, checkpoint: Path, index: int) -> None:
     """The parent's metrics and events up to the checkpoint, and that here it was forked."""
-    kept = checkpoint / BOOKS
+    kept = checkpoint / checkpoints.BOOKS
     steps = _records(kept / parent.metrics.name, parent.metrics)
     events = _records(kept / parent.events.name, parent.events)
     forked = {"time": time.time(), "event": "forked", "from": parent.id, "index": index}

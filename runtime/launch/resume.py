@@ -33,7 +33,7 @@ def refuse_changes(run: RunFolder, loaded: LoadedStack, stack: Stack) -> None:
 
 def refuse_against_checkpoint(checkpoint: Path, loaded: LoadedStack, stack: Stack) -> None:
     """The same for a run of which only ``checkpoint`` is left."""
-    before = Stack.model_validate_json((checkpoint / "orchestrator" / "stack.json").read_bytes())
+    before = Stack.model_validate_json((checkpoint / checkpoints.BOOKS / "stack.json").read_bytes())
     problems = list(fixed(before, stack, (MODEL, *BOOKS), MEND))
     problems += begun_stages(before, stack, checkpoints.index_of(checkpoint), MEND, next_too=True)
     if problems:

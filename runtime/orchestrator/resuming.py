@@ -18,7 +18,7 @@ from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.groups import training_samples
 from stackrl.runtime.orchestrator.journal import Journal, SealedBatch
 from stackrl.runtime.orchestrator.recipes import recipes
-from stackrl.runtime.orchestrator.saving import PART, Saving
+from stackrl.runtime.orchestrator.saving import Saving
 from stackrl.runtime.orchestrator.supervised import Drawing
 from stackrl.runtime.orchestrator.training import Training, Work
 from stackrl.runtime.run import RunFolder
@@ -52,7 +52,7 @@ class Start:
             sink.event("orchestrator_resumed", incarnation=self.incarnation)
         else:
             self._take_back(sink, rollouts)
-        snapshot = self.checkpoint / PART / "journal.sqlite" if self.checkpoint else None
+        snapshot = self.checkpoint / checkpoints.BOOKS / "journal.sqlite" if self.checkpoint else None
         journal = Journal(self._run.journal, self.incarnation, snapshot, recipes(self._stack))
         for stage, rollouts_dropped in journal.changed.items():
             why = "what they were made from has changed"

@@ -16,8 +16,6 @@ from stackrl.schemas.stack import Stack
 
 SAVE_LIMIT = 7200.0
 """Seconds that the trainer's part of a checkpoint may take."""
-PART = "orchestrator"
-"""A checkpoint's folder for the journal's snapshot, the stack, and what the run had told of itself."""
 
 
 class Saving:
@@ -58,8 +56,8 @@ class Saving:
         Raises OrchestratorError where the disk refuses.
         """
         checkpoint = checkpoints.folder(self._folder, index)
-        part = checkpoint / PART
-        new = checkpoint / f".{PART}"
+        part = checkpoint / checkpoints.BOOKS
+        new = checkpoint / f".{checkpoints.BOOKS}"
         try:
             for left_over in (new, part):
                 shutil.rmtree(left_over, ignore_errors=True)
@@ -79,7 +77,10 @@ class Saving:
 
         ``due``: whether a checkpoint of that step was to be made.
         """
-        cuts = sorted(checkpoints.index_of(part.parent) for part in self._folder.glob(f"step-*[0-9]/{PART}"))
+        cuts = sorted(
+            checkpoints.index_of(part.parent)
+            for part in self._folder.glob(f"step-*[0-9]/{checkpoints.BOOKS}")
+        )
         for earlier in (cut for cut in cuts if cut <= index):
             if (checkpoints.folder(self._folder, earlier) / checkpoints.MANIFEST).exists():
                 self._journal.make_durable(earlier - 1)

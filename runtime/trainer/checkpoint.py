@@ -26,11 +26,11 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from stackrl.runtime.checkpoints import CheckpointError, sync_folder
 from stackrl.runtime.run import write_durably
+from stackrl.runtime.trainer.ledger import PART
 from stackrl.runtime.trainer.protocol import Progress
 from stackrl.runtime.trainer.ranks import RanksError, broke_off
 
-PART = "trainer"
-PARTIAL = "trainer.partial"
+PARTIAL = f"{PART}.partial"
 """The part while it is written."""
 PROGRESS = "progress.json"
 WRITE_LIMIT = 7200.0

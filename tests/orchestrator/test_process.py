@@ -22,6 +22,14 @@ def start(run, **environment):
     return subprocess.Popen([*COMMAND, str(run.path)], stderr=subprocess.PIPE, text=True, env=env)
 
 
+def begun(run, process):
+    """Wait until the orchestrator has opened its sinks."""
+    deadline = time.monotonic() + 60
+    while not run.events.exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.1)
+
+
 def test_engines_have_as_long_for_a_reply_as_its_rollout(tmp_path, monkeypatch):
     long = STACK["stages"][1] | {"sampling": {"timeout": 3600.0}}
     run = make_run(tmp_path, stages=[STACK["stages"][0], long])
@@ -38,10 +46,7 @@ def test_engines_have_as_long_for_a_reply_as_its_rollout(tmp_path, monkeypatch):
 def test_ends_cleanly_at_sigterm(tmp_path):
     run = make_run(tmp_path)
     process = start(run)
-    deadline = time.monotonic() + 60
-    while not run.events.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    begun(run, process)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 128 + signal.SIGTERM
@@ -51,10 +56,7 @@ def test_ends_cleanly_at_sigterm(tmp_path):
 def test_without_a_trainer_sigusr2_ends_it_with_nothing_to_save(tmp_path):
     run = make_run(tmp_path)
     process = start(run)
-    deadline = time.monotonic() + 60
-    while not run.events.exists():
-        assert process.poll() is None and time.monotonic() < deadline
-        time.sleep(0.1)
+    begun(run, process)
     process.send_signal(signal.SIGUSR2)
     assert process.wait(timeout=20) == 0, process.stderr.read()
     assert not run.checkpoints(run.stack()).exists()
