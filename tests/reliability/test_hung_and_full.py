@@ -56,7 +56,8 @@ def started(run: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("process", ["engine-0", "trainer-1", "trainer-0", "orchestrator"])
 def test_a_stopped_process_is_found_named_and_replaced(tmp_path: Path, tokenizer: Path, process: str) -> None:
-    run = trials.make_run(tmp_path, tokenizer, [], **IMPATIENT)
+    long_enough = trials.stages(rl=80)  # the other engine alone must not end the run before this one is back
+    run = trials.make_run(tmp_path, tokenizer, [], **IMPATIENT, stages=long_enough)
     with started(run) as node:
         wait_until(lambda: reached(run, 3), limit=120)
         os.kill(pid_of(node.pid, process), signal.SIGSTOP)

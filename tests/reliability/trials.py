@@ -35,6 +35,15 @@ LIVES = 8
 SUPERVISED, RL = 2, 7
 RANKS, ENGINES = 2, 2
 
+
+def stages(rl: int = RL) -> list[dict[str, Any]]:
+    """What a trial trains; ``rl``: its steps of reinforcement learning."""
+    return [
+        {"name": "warmup", "type": "supervised", "steps": SUPERVISED, "batch_size": 4},
+        {"name": "main", "type": "rl", "steps": rl},
+    ]
+
+
 STACK: dict[str, Any] = {
     "version": 1,
     "seed": 5,
@@ -48,10 +57,7 @@ STACK: dict[str, Any] = {
     "algorithm": {"group_size": 3, "batch_size": 9, "max_staleness": 1},
     "checkpoint": {"every": 3, "keep": 2},
     "limits": {"silence_seconds": 20, "restarts": 6, "stop_seconds": 20},
-    "stages": [
-        {"name": "warmup", "type": "supervised", "steps": SUPERVISED, "batch_size": 4},
-        {"name": "main", "type": "rl", "steps": RL},
-    ],
+    "stages": stages(),
 }
 
 _JOURNAL = "stackrl.runtime.orchestrator.journal:Journal."
@@ -208,14 +214,16 @@ def check(run: RunFolder) -> Audit:
     books = audit(run)
     assert books.clean, f"{books}\n{tail(run)}"
     told = books.as_json()
+    warmup, main = run.stack().stages
+    steps = warmup.steps + main.steps
     assert told["steps"] == {
-        "all": SUPERVISED + RL,
-        "rl": RL,
-        "stages": {"warmup": SUPERVISED, "main": RL},
+        "all": steps,
+        "rl": main.steps,
+        "stages": {"warmup": warmup.steps, "main": main.steps},
     }
     assert not (told["lost"] or told["trained_twice"] or told["mixed_groups"] or told["wrong_steps"])
     last = checkpoints.newest(run.checkpoints(run.stack()))
-    assert last is not None and checkpoints.index_of(last) == SUPERVISED + RL
+    assert last is not None and checkpoints.index_of(last) == steps
     held, expected = recompute(last)
     assert held == expected, "the trainer holds a state that its ledger does not lead to"
     return books
