@@ -110,8 +110,8 @@ def _kill(crash: Crash, marker: Path) -> None:
     agent = os.getppid()
     victims = {"itself": os.getpid, "agent": lambda: agent, "guard": lambda: _parent(agent)}
     os.kill(victims[crash.victim](), signal.SIGKILL)
-    if crash.victim != "itself":
-        signal.pause()  # the agent's end is this process's end
+    if crash.victim == "agent":
+        signal.pause()  # its end is this process's end; an agent without its guard still saves the run
 
 
 def _keep(

@@ -17,6 +17,7 @@ from typing import Any
 
 import crashing
 from crashing import Crash
+from fake_roles import wait_until
 from light_trainer import recompute
 
 from stackrl.runtime import checkpoints
@@ -197,6 +198,7 @@ def live(run: RunFolder, **environment: str) -> int:
         finally:
             node.terminate()
             node.wait(60)
+        wait_until(lambda: run.keeper() is None, limit=LIMIT)  # an agent without its guard still saves
         if run.state().status == "finished":
             return lives
         assert _killed(run), f"the run {run.state().status}: {run.state().reason}\n{tail(run)}"
