@@ -8,6 +8,7 @@ makes a process that beats write the stacks of all its threads to its log.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -64,7 +65,9 @@ class _Heart:
         self._folder, self._process, self.follows_forks = folder, process, follow_forks
         self._content: dict[str, Any] = {"doing": "starting", "since": time.time()}
         self._noting = threading.Lock()
+        self._leaving = False
         self._beat_on()
+        atexit.register(self.leave)
 
     def note(self, doing: str, progress: Mapping[str, Any]) -> None:
         with self._noting:
@@ -80,11 +83,12 @@ class _Heart:
         self._file = self._folder / f"{self._process}.{os.getpid()}"
         self._noted = threading.Event()
         self._write(self._content)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        self._thread = threading.Thread(target=self._beat, name="heartbeat", daemon=True)
+        self._thread.start()
 
     def _beat(self) -> None:
         written = None
-        while True:
+        while not self._leaving:
             self._noted.clear()
             content = self._content
             if content is written or not self._write(content):
@@ -104,6 +108,13 @@ class _Heart:
             return False
         return True
 
+    def leave(self) -> None:
+        """From here on this process has no threads, and may take long to let go of its memory."""
+        self._leaving = True
+        self._noted.set()
+        self._thread.join(BEAT_SECONDS)
+        self._file.unlink(missing_ok=True)
+
     def _touch(self) -> None:
         """Needs no room on the disk once the file is there."""
         with contextlib.suppress(OSError):
@@ -119,7 +130,8 @@ def _forked() -> None:
     global _heart
     if _heart is not None and _heart.follows_forks:
         _heart.beat_in_child()
-    else:
+    elif _heart is not None:
+        atexit.unregister(_heart.leave)  # the file is the parent's
         _heart = None
 
 
@@ -153,8 +165,8 @@ class Listener:
     def silent(self, pids: Mapping[str, int]) -> dict[str, str]:
         """Of these processes, by name, those that are silent for too long, and in which words.
 
-        ``pids`` are their first processes; those below them beat as well. One that has not begun to beat is
-        given all the time it wants, unless it is stopped.
+        ``pids`` are their first processes; those below them beat as well. One that has not begun to beat, or is
+        on its way out, is given all the time it wants, unless it is stopped.
         """
         now = time.monotonic()
         if now - self._looked > _SUSPENDED_SECONDS:

@@ -130,6 +130,19 @@ def test_a_listener_that_was_stopped_itself_gives_new_grace(
     assert not look(11) and look(1)
 
 
+def test_one_that_takes_long_to_leave_is_not_silent(tmp_path: Path) -> None:
+    """It has no threads left that could beat."""
+    leaves = (
+        "class Memory:\n    def __del__(self): time.sleep(600)\nkept = Memory()\nheartbeat.note('leaving')"
+    )
+    program = f"exec({leaves!r})"
+    with process(tmp_path / "beats", program) as pid:
+        listener = Listener(tmp_path / "beats", 1)
+        wait_until(lambda: not list((tmp_path / "beats").glob("trainer-0.*")))
+        assert listen(listener, {"trainer-0": pid}, 2) == {}
+        assert Path(f"/proc/{pid}").exists()
+
+
 def test_the_file_of_a_process_that_ended_says_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -154,12 +167,22 @@ def test_forked_children_beat_where_that_is_asked_for(tmp_path: Path, follow: st
         "import os, sys, time; from stackrl.runtime import heartbeat;"
         f"heartbeat.start('engine-0', follow_forks={follow});"
         "child = os.fork(); heartbeat.note('child' if child == 0 else 'parent');"
-        "time.sleep(1.5); child and os.wait()"
+        "child and (os.wait(), print('alone', flush=True)); sys.stdin.readline()"
     )
     environment = {**os.environ, "STACKRL_HEARTBEATS": str(folder)}
-    subprocess.run([sys.executable, "-c", program], env=environment, check=True, timeout=60)
-    said = {json.loads(file.read_text())["doing"] for file in folder.iterdir()}
-    assert said == ({"child", "parent"} if files == 2 else {"parent"})
+
+    def said() -> set[str]:
+        return {json.loads(file.read_text())["doing"] for file in folder.glob("engine-0.*")}
+
+    pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", program], env=environment, **pipes) as parent:
+        wait_until(lambda: said() == ({"child", "parent"} if files == 2 else {"parent"}))
+        parent.stdin.write(b"the child leaves\n")
+        parent.stdin.flush()
+        assert parent.stdout.readline() == b"alone\n"
+        assert said() == {"parent"}
+        parent.stdin.close()
+    assert said() == set() and parent.returncode == 0
 
 
 def test_a_full_disk_does_not_silence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
