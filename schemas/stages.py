@@ -8,6 +8,7 @@ from pydantic import Field, Tag, create_model
 
 from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.base import Model, Name, variant
+from stackrl.schemas.data import Data, Validation
 from stackrl.schemas.environments import Environment
 from stackrl.schemas.inference import Sampling
 from stackrl.schemas.optimizers import OPTIMIZERS
@@ -48,16 +49,23 @@ CHANGED: dict[type[Change], tuple[type[Model], ...]] = {
 
 
 class SupervisedStage(Model):
-    """Learn from the environments' demonstrations. Supervised stages come before all others."""
+    """Learn from examples: the rows of `data`, or the environments' demonstrations. Supervised stages come
+    before all others."""
 
     name: Name
     """Unique; metrics carry it."""
     type: Literal["supervised"]
     """What is learnt from."""
-    steps: int = Field(ge=1)
-    """Optimizer steps."""
+    steps: int | None = Field(default=None, ge=1)
+    """Optimizer steps. With `data` it may be left out: `epochs` counts then."""
+    epochs: float | None = Field(default=None, gt=0)
+    """Times that each row of `data` is learnt, instead of `steps`; where neither is given, once."""
     batch_size: int = Field(default=64, ge=1)
-    """Demonstrations in one step."""
+    """Rows, or demonstrations, in one step. With `epochs` rows are dealt evenly: a step may have fewer."""
+    data: Data | None = None
+    """Files to learn from, instead of environments."""
+    validation: Validation | None = None
+    """Rows beside `data` whose loss is measured and not learnt."""
     noise: float = Field(default=0.0, ge=0, le=1)
     """Probability that a symbol of a demonstration is replaced by a random one."""
     clean_steps: int = Field(default=0, ge=0)

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stackrl.runtime.launch.epochs import counted
 from stackrl.runtime.launch.front import refusals
 from stackrl.runtime.launch.plan import Machine, Plan, lacking, make_plan
 from stackrl.runtime.run import RunError
@@ -14,23 +15,28 @@ from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.model import PretrainedModel
 from stackrl.schemas.problems import StackError
 from stackrl.schemas.stack import Stack
+from stackrl.schemas.stages import Stage, SupervisedStage
 
 Planner = Callable[[LoadedStack], Plan]
 
 
 def admit(loaded: LoadedStack, planner: Planner = make_plan) -> tuple[Stack, dict[str, Any]]:
-    """What the folder of a run here needs: the stack with its derived device and absolute folders, and the
-    plan as data.
+    """What the folder of a run here needs: the stack with its derived device, the steps of its data, and
+    absolute folders, and the plan as data.
 
-    Raises StackError with everything that the stack asks for and this version cannot do, and RunError where
-    this machine is not what the plan needs.
+    Raises StackError with everything that the stack asks for and this version cannot do, or with data that is
+    not there, and RunError where this machine is not what the plan needs.
     """
     if problems := refusals(loaded):
         raise StackError(problems)
     plan = planner(loaded)
     if lack := lacking(plan, Machine.here()):
         raise RunError(f"{lack}; start it where it fits, for example with `sky launch {loaded.path}`")
-    return _anchored(loaded.stack).model_copy(update={"device": plan.device}), asdict(plan)
+    try:
+        stack = counted(_anchored(loaded.stack))
+    except StackError as error:
+        raise StackError(loaded.locate(error.problems)) from None
+    return stack.model_copy(update={"device": plan.device}), asdict(plan)
 
 
 def _anchored(stack: Stack) -> Stack:
@@ -42,7 +48,23 @@ def _anchored(stack: Stack) -> Stack:
         changes["weights"] = stack.weights.model_copy(update={"path": _absolute(stack.weights.path)})
     if isinstance(stack.model, PretrainedModel) and Path(stack.model.id).expanduser().is_dir():
         changes["model"] = stack.model.model_copy(update={"id": _absolute(stack.model.id)})
+    changes["stages"] = [_anchored_stage(stage) for stage in stack.stages]
     return stack.model_copy(update=changes)
+
+
+def _anchored_stage(stage: Stage) -> Stage:
+    if not isinstance(stage, SupervisedStage):
+        return stage
+    changes = {
+        key: part.model_copy(update={"path": _all_absolute(part.path)})
+        for key in ("data", "validation")
+        if (part := getattr(stage, key)) is not None and part.path is not None
+    }
+    return stage.model_copy(update=changes)
+
+
+def _all_absolute(paths: str | list[str]) -> str | list[str]:
+    return _absolute(paths) if isinstance(paths, str) else [_absolute(path) for path in paths]
 
 
 def _absolute(path: str) -> str:

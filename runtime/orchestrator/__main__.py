@@ -11,6 +11,7 @@ import signal
 import sys
 
 from stackrl.runtime import heartbeat
+from stackrl.runtime.data.files import DataError
 from stackrl.runtime.environments import EnvironmentRefused
 from stackrl.runtime.inference.client import Engine, EngineError
 from stackrl.runtime.orchestrator.chat import TemplateError
@@ -21,9 +22,9 @@ from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.schemas.stack import settings_of
 
-FOR_PEOPLE = (OrchestratorError, TransportError, EngineError, EnvironmentRefused, TemplateError)
+FOR_PEOPLE = (OrchestratorError, TransportError, EngineError, EnvironmentRefused, TemplateError, DataError)
 """Errors whose text says all that a person needs; others come with their traceback."""
-HOPELESS = (EnvironmentRefused, TemplateError, BadInput)
+HOPELESS = (EnvironmentRefused, TemplateError, BadInput, DataError)
 """Errors that trying again does not mend."""
 FAILED, USELESS_TO_REPEAT, STOPPED_BY_GUARD = 1, 2, 3
 ENDED = 128 + signal.SIGTERM

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stackrl.runtime.orchestrator.packing import Cost, pack
-from stackrl.runtime.transport.messages import Batch, MicroBatch, Sample
+from stackrl.runtime.transport.messages import NO_ROUTE, Batch, MicroBatch, Sample
 
 DEMONSTRATION = "demonstration"
 """The name of every document that no rollout made."""
@@ -31,18 +31,25 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """How the trainer takes its batches: ``capacity`` tokens per micro-batch, for ``ranks`` ranks."""
+    """How the trainer takes its batches."""
 
     capacity: int
+    """Tokens of a micro-batch at most."""
     ranks: int
     cost: Cost
+    context: int = 1
+    """Neighbouring ranks that get the same micro-batches and share their tokens."""
 
 
-def build(samples: Sequence[Sample], place: Place, layout: Layout) -> list[Batch]:
-    """One batch per rank. Raises ValueError for a sample longer than a micro-batch."""
-    dealt = pack([len(sample.tokens) for sample in samples], layout.capacity, layout.ranks, layout.cost)
+def build(
+    samples: Sequence[Sample], place: Place, layout: Layout, held_out: Sequence[Sample] = ()
+) -> list[Batch]:
+    """One batch per rank; each has its part of ``held_out``, of which only the loss is measured.
+
+    Raises ValueError for a sample longer than a micro-batch.
+    """
     tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    names = document_names(samples)
+    measured = _packed(held_out, layout) if held_out else [[]] * layout.ranks
     return [
         Batch(
             incarnation=place.incarnation,
@@ -56,14 +63,24 @@ def build(samples: Sequence[Sample], place: Place, layout: Layout) -> list[Batch
             sequences=len(samples),
             checkpoint=place.checkpoint,
             last_of_stage=place.last_of_stage,
-            micro_batches=[
-                micro_batch([samples[i] for i in content], [names[i] for i in content])
-                for content in contents
-            ],
+            micro_batches=micro_batches,
             report=place.report,
+            held_out=measured[rank],
         )
-        for rank, contents in enumerate(dealt)
+        for rank, micro_batches in enumerate(_packed(samples, layout))
     ]
+
+
+def _packed(samples: Sequence[Sample], layout: Layout) -> list[list[MicroBatch]]:
+    """The micro-batches of each rank."""
+    lengths = [len(sample.tokens) for sample in samples]
+    dealt = pack(lengths, layout.capacity, layout.ranks // layout.context, layout.cost)
+    names = document_names(samples)
+    per_share = [
+        [micro_batch([samples[i] for i in content], [names[i] for i in content]) for content in contents]
+        for contents in dealt
+    ]
+    return [per_share[rank // layout.context] for rank in range(layout.ranks)]
 
 
 def document_names(samples: Sequence[Sample]) -> list[str]:
@@ -87,6 +104,20 @@ def micro_batch(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
         advantages=np.array([s.advantage for s in samples], dtype="<f4"),
         temperatures=np.array([s.temperature for s in samples], dtype="<f4"),
         documents=list(names),
+        routes=_routes(samples),
+    )
+
+
+def _routes(samples: Sequence[Sample]) -> np.ndarray | None:
+    """Of all tokens, where one of the samples has any. Raises ValueError where they are of several models."""
+    shapes = {s.routes.shape[1:] for s in samples if s.routes is not None}
+    if not shapes:
+        return None
+    if len(shapes) > 1:
+        raise ValueError(f"samples have routes through different layers or experts: {sorted(shapes)}")
+    (shape,) = shapes
+    return np.concatenate(
+        [np.full((len(s.tokens), *shape), NO_ROUTE, "|i1") if s.routes is None else s.routes for s in samples]
     )
 
 

@@ -8,7 +8,7 @@ and the delta starts with the special token that closes a turn, so no token merg
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,7 @@ class Chat:
                 f"no engine can tell where an answer ends (it goes on with {self._after_answer([])[:40]!r})"
             )
         self.stop: int = closing[0]
+        self.stop_text: str = tokenizer.convert_ids_to_tokens(self.stop)
         self.delta(_SAMPLE_MESSAGE)
 
     @classmethod
@@ -54,11 +55,26 @@ class Chat:
 
     def prompt(self, messages: Iterable[Message]) -> list[int]:
         """Ids of a whole history, up to where the model's next answer begins."""
-        return self._encode(self._render(list(messages), generate=True))
+        return self._encode(self.render(list(messages), generate=True))
 
     def answer(self, text: str) -> list[int]:
         """Ids of an answer that was not sampled, closed."""
         return [*self._encode(text), self.stop]
+
+    def render(
+        self, messages: Sequence[Mapping[str, Any]], *, generate: bool = False, tools: Sequence[Any] = ()
+    ) -> str:
+        """What the template makes of ``messages``; ``generate``: up to where the model's answer begins."""
+        return self._tokenizer.apply_chat_template(
+            list(messages), tokenize=False, add_generation_prompt=generate, tools=list(tools) or None
+        )
+
+    def encode_after(self, text: str, *, closed: bool) -> list[int]:
+        """Ids of a part of a conversation's text; ``closed``: as it follows a token that closes a turn.
+
+        Without, as at the very beginning, where some tokenizers set a blank.
+        """
+        return self._encode(self.stop_text + text)[1:] if closed else self._encode(text)
 
     def text(self, sampled: Sequence[int]) -> str:
         """What an answer says, without the token that closes it."""
@@ -84,14 +100,11 @@ class Chat:
 
     def _after_answer(self, messages: list[Message]) -> str:
         """What the template writes after an answer of the model that ``messages`` follow."""
-        text = self._render([_SAMPLE_MESSAGE, assistant(_ANSWER), *messages], generate=bool(messages))
+        text = self.render([_SAMPLE_MESSAGE, assistant(_ANSWER), *messages], generate=bool(messages))
         _, found, rest = text.rpartition(_ANSWER)
         if not found:
             raise TemplateError(f"the chat template of {self._name} drops the model's earlier answers")
         return rest
-
-    def _render(self, messages: list[Message], *, generate: bool) -> str:
-        return self._tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=generate)
 
     def _encode(self, text: str) -> list[int]:
         return self._tokenizer.encode(text, add_special_tokens=False)

@@ -10,7 +10,7 @@ import numpy as np
 
 from stackrl.runtime.environments.base import Message, Turn, assistant
 from stackrl.runtime.orchestrator.chat import Chat, TemplateError
-from stackrl.runtime.transport.messages import Sample, Span
+from stackrl.runtime.transport.messages import NO_ROUTE, Sample, Span
 
 if TYPE_CHECKING:
     from stackrl.runtime.inference.client import Generation
@@ -24,6 +24,13 @@ class _Sequence:
         self.mask = [0] * len(prompt)
         self.logprobs = [0.0] * len(prompt)
         self.spans: list[Span] = []
+        self.routes: list[np.ndarray] = []
+        """Of the first tokens, in parts; those of the others are not known."""
+
+    @property
+    def routed(self) -> int:
+        """How many tokens have routes."""
+        return sum(map(len, self.routes))
 
     def add(self, tokens: Sequence[int], *, trained: bool, logprobs: Sequence[float] | None = None) -> None:
         self.tokens += tokens
@@ -40,7 +47,15 @@ class _Sequence:
             logprobs=np.array(self.logprobs, dtype="<f4"),
             spans=self.spans,
             temperature=temperature,
+            routes=self._routes(),
         )
+
+    def _routes(self) -> np.ndarray | None:
+        if not self.routes:
+            return None
+        known = np.concatenate(self.routes)
+        unknown = np.full((len(self.tokens) - len(known), *known.shape[1:]), NO_ROUTE, known.dtype)
+        return np.concatenate([known, unknown])
 
 
 class Conversation:
@@ -62,6 +77,11 @@ class Conversation:
         """Ids that the model's next answer follows."""
         return self._sequences[-1].tokens
 
+    @property
+    def routed(self) -> int:
+        """How many tokens of the prompt have told which experts they went through."""
+        return self._sequences[-1].routed
+
     def add_generation(self, generation: Generation) -> None:
         """Append an answer of the engine. Raises ValueError where its parts do not belong together."""
         _check(generation)
@@ -69,6 +89,12 @@ class Conversation:
         sequence.add(generation.tokens, trained=True, logprobs=generation.logprobs)
         for span in generation.spans:
             sequence.spans.append(Span(start + span.start, start + span.end, span.version))
+        if generation.routes is not None:
+            # the engine has not computed the last token yet: it does where an answer follows
+            expected = len(sequence.tokens) - 1 - sequence.routed
+            if len(generation.routes) != expected:
+                raise ValueError(f"the engine told routes of {len(generation.routes)} tokens, not {expected}")
+            sequence.routes.append(generation.routes)
         self.sampled += len(generation.tokens)
         self._add_answer(self._chat.text(generation.tokens), closed=self._chat.closed(generation.tokens))
 

@@ -53,6 +53,11 @@ class Engines:
         self.busy = BusyTime()
 
     @property
+    def exist(self) -> bool:
+        """Whether the run has any."""
+        return bool(self._lives)
+
+    @property
     def update_limit(self) -> float:
         """Seconds that an update of a living engine may take, its repetition included."""
         return 2 * self._weights.timeout + RETRY_AFTER
@@ -146,6 +151,7 @@ class Engines:
         seed: int,
         stop: int,
         request: str,
+        routes_from: int,
     ) -> Generation:
         """Sample an answer. None begins during an update, so that its cache salt names the right version."""
         await life.serves()
@@ -157,6 +163,7 @@ class Engines:
                 seed=seed,
                 stop_token_ids=[stop],
                 request_id=f"{request}-{next(self._requests)}",
+                routes_from=routes_from,
             )
         self.generated += len(generation.tokens)
         return generation

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import threading
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass
@@ -20,17 +21,19 @@ from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.evaluations import Evaluations, newest_weights
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.packing import causal_cost
+from stackrl.runtime.orchestrator.reading import Reading
 from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.reinforcement import Reinforcement
 from stackrl.runtime.orchestrator.resuming import Start, take_up
 from stackrl.runtime.orchestrator.rollout import Limits
 from stackrl.runtime.orchestrator.saving import Saving
 from stackrl.runtime.orchestrator.stop import Stop
-from stackrl.runtime.orchestrator.supervised import run_supervised
+from stackrl.runtime.orchestrator.supervised import run_supervised, source_of
 from stackrl.runtime.orchestrator.training import STEP_LIMIT, Training
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.batches import BatchServer
 from stackrl.runtime.transport.messages import Hello
+from stackrl.schemas.degrees import degrees_of
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage
 
@@ -103,6 +106,7 @@ class _Life:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self.engines.serve(self.sink.event, ENGINE_LIMIT))
             stopping = tasks.create_task(self.stop.wait())
+            await self._make_data_ready(tasks, stopping)
             hello = await self._meet(tasks, stopping)
             if hello is not None:
                 await self._work(hello, tasks, stopping)
@@ -121,6 +125,23 @@ class _Life:
             return None
         return meeting.result()
 
+    async def _make_data_ready(self, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> None:
+        """Look at every row of the stages with data before anything is trained; the trainer waits."""
+        stopped, begun = threading.Event(), self.journal.position().stage_steps
+
+        def goes_on(stage: str, rows: int) -> bool:
+            self.recorder.progress.rows_read(f"reading the data of stage {stage}: row {rows + 1}")
+            return not stopped.is_set()
+
+        rows = Reading(self.run, self.stack, self.chat, begun, goes_on)
+        reading = tasks.create_task(asyncio.to_thread(rows.read))
+        try:
+            await asyncio.wait([reading, stopping], return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            stopped.set()
+        for made in await reading:
+            self.sink.event("data_ready", **made)
+
     async def _work(self, hello: Hello, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> None:
         """Take the run's steps until they are done or it is to stop."""
         saving = Saving(
@@ -134,7 +155,8 @@ class _Life:
             hello.ranks,
         )
         cost = causal_cost(_hidden_size(self.run.model))
-        layout = Layout(self.stack.trainer.sequence_length, hello.ranks, cost)
+        context = degrees_of(self.stack, hello.ranks).context
+        layout = Layout(self.stack.trainer.sequence_length, hello.ranks, cost, context)
         training = Training(
             self.stack,
             self.server,
@@ -156,7 +178,7 @@ class _Life:
             await take_up(self.run, self.stack, self.chat, self.journal, training, saving)
         evaluations = Evaluations(self.run, self.stack, self.chat, self.engines, training, self.sink)
         await Stages(
-            self.stack, self.chat, self.engines, self.journal, training, self.sink, evaluations
+            self.run, self.stack, self.chat, self.engines, self.journal, training, self.sink, evaluations
         ).run()
         await training.finish()
 
@@ -176,6 +198,7 @@ class _Life:
 class Stages:
     """Stage after stage, from where the journal stands."""
 
+    folder: RunFolder
     stack: Stack
     chat: Chat
     engines: Engines
@@ -197,7 +220,8 @@ class Stages:
             if stage.type == "rl":
                 await self._reinforce(stage, done)
             else:
-                await run_supervised(stage, done, self.stack, self.chat, self.training)
+                source = source_of(stage, self.stack, self.chat, self.folder)
+                await run_supervised(stage, done, source, self.training)
             self.sink.event("stage_finished", stage=stage.name, kind=stage.type)
 
     async def _reinforce(self, stage: RlStage, done: int) -> None:

@@ -23,6 +23,11 @@ class Progress:
         self._facts["finished"] += 1
         self._tell()
 
+    def rows_read(self, doing: str) -> None:
+        """More rows of the run's data were looked at, which is no standstill."""
+        self._facts["finished"] += 1
+        self.doing(doing)
+
     def stepped(self, index: int) -> None:
         self._facts["index"] = index
         self._tell()

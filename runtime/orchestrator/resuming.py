@@ -7,6 +7,7 @@ complete.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 from stackrl.runtime import checkpoints
@@ -19,7 +20,7 @@ from stackrl.runtime.orchestrator.groups import training_samples
 from stackrl.runtime.orchestrator.journal import Journal, SealedBatch
 from stackrl.runtime.orchestrator.recipes import recipes
 from stackrl.runtime.orchestrator.saving import Saving
-from stackrl.runtime.orchestrator.supervised import Drawing
+from stackrl.runtime.orchestrator.supervised import source_of
 from stackrl.runtime.orchestrator.training import Training, Work
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.stack import Stack, settings_of
@@ -73,10 +74,10 @@ async def take_up(
     """Settle what an orchestrator that was killed left half done."""
     last = journal.batch(training.index - 1)
     if last is not None and training.index > _recorded(run):
-        await training.write_down_again(_work(last, stack, chat), last.step)
+        await training.write_down_again(_work(last, stack, chat, run), last.step)
     saving.take_up(training.index, training.is_saved(training.index))
     if (sealed := journal.sealed()) is not None:
-        await training.settle(_work(sealed, stack, chat))
+        await training.settle(_work(sealed, stack, chat, run))
 
 
 def _recorded(run: RunFolder) -> int:
@@ -86,11 +87,10 @@ def _recorded(run: RunFolder) -> int:
     return reader.history.done
 
 
-def _work(batch: SealedBatch, stack: Stack, chat: Chat) -> Work:
+def _work(batch: SealedBatch, stack: Stack, chat: Chat, run: RunFolder) -> Work:
     """The work of a batch as it was when it was sealed."""
     stage = next(stage for stage in stack.stages if stage.name == batch.stage)
     if stage.type == "supervised":
-        samples = Drawing(stage, stack, chat).work(batch.stage_step).samples
-    else:
-        samples = training_samples(batch.groups, settings_of(stack, stage).algorithm.advantage)
+        return replace(source_of(stage, stack, chat, run).work(batch.stage_step), record=batch.record)
+    samples = training_samples(batch.groups, settings_of(stack, stage).algorithm.advantage)
     return Work(stage, batch.stage_step, samples, batch.groups, batch.record)

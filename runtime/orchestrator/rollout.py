@@ -136,6 +136,7 @@ class _Turns:
             seed=turn_seed(what.seeds, turn),
             stop=self._chat.stop,
             request=f"{rollout_id(what.group, what.number)}-{turn}",
+            routes_from=conversation.routed,
         )
         conversation.add_generation(generation)
 

@@ -35,7 +35,7 @@ class Saving:
         """``ranks``: of the trainer, which writes the other part."""
         self.newest = newest
         self._run, self._server, self._journal, self._recorder = run, server, journal, recorder
-        self._folder, self._keep = run.checkpoints(stack), stack.checkpoint.keep
+        self._folder, self._settings = run.checkpoints(stack), stack.checkpoint
         self._incarnation, self._ranks = run.state().incarnation, ranks
         self._tasks = tasks
         self._open: set[asyncio.Task[None]] = set()
@@ -113,7 +113,8 @@ class Saving:
             checkpoint = checkpoints.folder(self._folder, index)
             await asyncio.to_thread(self._declare, checkpoint, index)
             self._journal.make_durable(index - 1)
-            await asyncio.to_thread(checkpoints.prune, self._folder, self._keep)
+            keep, keep_every = self._settings.keep, self._settings.keep_every
+            await asyncio.to_thread(checkpoints.prune, self._folder, keep, keep_every)
             self._recorder.progress.saved(index)
             self._recorder.event("checkpoint", index=index, path=str(checkpoint))
 

@@ -39,6 +39,8 @@ class Work:
     samples: Sequence[Sample]
     groups: Sequence[FinishedGroup] = ()
     record: dict[str, Any] = field(default_factory=dict)
+    held_out: Sequence[Sample] = ()
+    """What the loss is measured on after the step."""
 
 
 class Training:
@@ -101,7 +103,7 @@ class Training:
                 self._server.go_on()
                 trainer = ack.metrics if ack else {}
             else:
-                await self._server.offer(build(work.samples, place, self._layout))
+                await self._server.offer(build(work.samples, place, self._layout, work.held_out))
                 trainer = await self._applied(place)
             self._step_on(work, place, trainer, {})
             self._pace.mark()
@@ -152,7 +154,7 @@ class Training:
     async def _step(self, work: Work) -> None:
         place = self._place(work)
         work.record["seconds_rollouts_wait"] = self._pace.since_last()
-        batches = build(work.samples, place, self._layout)
+        batches = build(work.samples, place, self._layout, work.held_out)
         groups = [group.plan.id for group in work.groups]
         packed = sum(len(sample.tokens) for sample in work.samples)
         self._journal.seal(place, work.stage.type, groups, tokens=packed, record=work.record)
@@ -249,11 +251,8 @@ class _Pace:
         generated = self._engines.generated - self._generated
         busy = self._engines.busy.seconds - self._busy
         self.mark()
-        return {
-            "seconds_step": seconds,
-            "engine_busy": min(1.0, busy / seconds),
-            "tokens_per_second": (generated + trained) / seconds,
-        }
+        engines = {"engine_busy": min(1.0, busy / seconds)} if self._engines.exist else {}
+        return {"seconds_step": seconds, **engines, "tokens_per_second": (generated + trained) / seconds}
 
     def mark(self) -> None:
         self._began = time.monotonic()

@@ -1,0 +1,82 @@
+"""What is done with a stage's files before anything is trained: every row is looked at and tokenised."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from stackrl.runtime.data.files import DataError, find, fingerprint, read
+from stackrl.runtime.data.store import Halted, Store, make_store
+from stackrl.runtime.data.tokens import Tokenizing
+from stackrl.runtime.monitor.records import Tail
+from stackrl.runtime.orchestrator.chat import Chat
+from stackrl.runtime.orchestrator.datasets import Dataset, parts, store_folder
+from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.run import RunFolder
+from stackrl.schemas.data import Data
+from stackrl.schemas.stack import Stack
+from stackrl.schemas.stages import SupervisedStage
+
+
+@dataclass
+class Reading:
+    """The files of a run's stages, on their way into its stores.
+
+    ``begun``: steps taken of each stage. ``goes_on`` hears of which stage how many rows are done; where it
+    says no, what is left is left.
+    """
+
+    run: RunFolder
+    stack: Stack
+    chat: Chat
+    begun: dict[str, int]
+    goes_on: Callable[[str, int], bool]
+
+    def read(self) -> list[dict[str, Any]]:
+        """Make the stores that are missing of stages which are not over; what was made.
+
+        Raises DataError where a row cannot be learnt from, where there are too few, or where the files of a
+        stage that has begun are not what they were.
+        """
+        made: list[dict[str, Any]] = []
+        for stage in self.stack.stages:
+            over = self.begun.get(stage.name) == stage.steps
+            if over or not isinstance(stage, SupervisedStage) or stage.data is None:
+                continue
+            for part, data in parts(stage):
+                folder = store_folder(self.run, self.stack, stage, part, data)
+                if Store.is_whole(folder):
+                    continue
+                try:
+                    self._make(stage, data, folder)
+                except Halted:
+                    return made
+                facts = asdict(Store(folder).facts)
+                made.append({"stage": stage.name, "part": part, "store": folder.name, **facts})
+            Dataset(stage, self.stack, self.run)
+        return made
+
+    def _make(self, stage: SupervisedStage, data: Data, folder: Path) -> None:
+        files = find(data.path)
+        mark = fingerprint(files)
+        if self.begun.get(stage.name):
+            self._refuse_changed(folder.name, mark, stage.name)
+        tokenizing = Tokenizing(self.chat, data, self.stack.trainer.sequence_length)
+        rows = read(files, data.limit)
+        try:
+            make_store(folder, rows, tokenizing, mark, lambda number: self.goes_on(stage.name, number))
+        except OSError as error:
+            raise OrchestratorError(
+                f"the rows of stage {stage.name} cannot be stored in {folder}: {error}; see `df {folder}`"
+            ) from error
+
+    def _refuse_changed(self, store: str, mark: str, stage: str) -> None:
+        """A run that goes on without its folder reads the files again; they must hold what they held."""
+        for event in Tail(self.run.events).read():
+            if event["event"] == "data_ready" and event["store"] == store and event["fingerprint"] != mark:
+                raise DataError(
+                    f"the files of stage {stage}, which has begun, hold something else than when it began; "
+                    "put back what they were, or start a new run"
+                )
