@@ -148,6 +148,12 @@ def _report(given: argparse.Namespace) -> int:
     return reporting.report(given.run, given.output)
 
 
+def _export(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import exporting
+
+    return exporting.export(given.origin, given.target, given.dtype, given.force)
+
+
 def _diff(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import difference
 
@@ -274,6 +280,25 @@ def _parser() -> argparse.ArgumentParser:
     report.add_argument(
         "-o", "--output", metavar="FILE", help="where to (default: report.html in its folder)"
     )
+
+    export = verb("export", _export, "write a checkpoint of a run as a Hugging Face folder")
+    export.add_argument(
+        "origin",
+        metavar="RUN[@STEP]",
+        nargs="?",
+        default="latest",
+        help="a run and an optimizer step at which it was saved (default: the newest of the latest run)",
+    )
+    export.add_argument(
+        "target",
+        metavar="TARGET",
+        nargs="?",
+        help="the folder to make (default: exports/step-… in the run's folder)",
+    )
+    export.add_argument(
+        "--dtype", choices=("float32", "bfloat16"), help="type of the weights (default: the stack's)"
+    )
+    export.add_argument("--force", action="store_true", help="replace a model that is there")
 
     ports = verb("ports", _ports, "list the ports that a run listens on, and what protects them")
     ports.add_argument("run", metavar="RUN", nargs="?", default="latest", help=_RUN_HELP)

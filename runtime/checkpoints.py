@@ -132,14 +132,18 @@ def newest(path: Path) -> Path | None:
     return None
 
 
-def prune(path: Path, keep: int) -> None:
-    """Delete all but the ``keep`` newest complete checkpoints, and what is older: unfinished, damaged."""
+def prune(path: Path, keep: int, keep_every: int | None = None) -> None:
+    """Delete what is older than the ``keep`` newest complete checkpoints: unfinished and damaged ones too.
+
+    Complete ones at a multiple of ``keep_every`` optimizer steps stay.
+    """
     complete = [checkpoint for checkpoint in _all(path) if (checkpoint / MANIFEST).is_file()]
     if len(complete) < keep:
         return
-    oldest_kept = complete[-keep]
+    oldest_kept = index_of(complete[-keep])
+    for_good = {one for one in complete if keep_every and index_of(one) % keep_every == 0}
     for checkpoint in [*_all(path), *_all(path, _DAMAGED_NAME)]:
-        if index_of(checkpoint) < index_of(oldest_kept):
+        if index_of(checkpoint) < oldest_kept and checkpoint not in for_good:
             _delete(checkpoint)
 
 

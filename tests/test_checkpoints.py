@@ -142,6 +142,19 @@ def test_pruning_keeps_the_newest_complete_ones_and_what_is_being_written(tmp_pa
     assert names(tmp_path) == [40, 50]
 
 
+def test_pruning_keeps_complete_ones_at_every_nth_step_for_good(tmp_path: Path) -> None:
+    for index in (10, 20, 25, 30, 40, 50, 60):
+        make(tmp_path, index, finish=index != 40)
+    checkpoints.prune(tmp_path, 1, keep_every=20)
+    assert names(tmp_path) == [20, 60], "40 was never finished"
+    make(tmp_path, 70)
+    make(tmp_path, 80)
+    checkpoints.prune(tmp_path, 2, keep_every=20)
+    assert names(tmp_path) == [20, 60, 70, 80]
+    checkpoints.prune(tmp_path, 1)
+    assert names(tmp_path) == [80]
+
+
 def test_pruning_never_takes_the_last_complete_one(tmp_path: Path) -> None:
     make(tmp_path, 10)
     make(tmp_path, 20, finish=False)

@@ -24,6 +24,7 @@ import yaml
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.again import environment_of
+from stackrl.runtime.launch.epochs import as_asked
 from stackrl.runtime.launch.resume import MODEL, begun_stages, fixed
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator import rollback
@@ -67,10 +68,10 @@ def fork(origin: str, source: LoadedStack | None, changes: Sequence[str] = ()) -
     return run
 
 
-def find_checkpoint(origin: str) -> tuple[RunFolder, Path]:
+def find_checkpoint(origin: str, verb: str = "--from") -> tuple[RunFolder, Path]:
     """The run and the checkpoint that RUN@STEP names; without a step, or with `latest`, its newest whole one.
 
-    Raises RunError with the steps that there are.
+    Raises RunError with the steps that there are, to be typed after ``verb``.
     """
     name, _, step = origin.partition("@")
     run = find_run(name)
@@ -79,13 +80,13 @@ def find_checkpoint(origin: str) -> tuple[RunFolder, Path]:
     if not there:
         every = run.stack().checkpoint.every
         raise RunError(f"run {run.id} has no checkpoint; it is saved every {every} steps and at its end")
-    known = f"there are {', '.join(map(str, there))}: `--from {run.id}@{there[-1]}`"
+    known = f"there are {', '.join(map(str, there))}: `{verb} {run.id}@{there[-1]}`"
     if step in ("", "latest"):
         if (newest := checkpoints.newest(folder)) is None:
             raise RunError(f"no checkpoint of run {run.id} can be used; see the warnings above")
         return run, newest
     if not step.isdecimal():
-        raise RunError(f"{step!r} is not a step of run {run.id}; {known}, or `--from {run.id}@latest`")
+        raise RunError(f"{step!r} is not a step of run {run.id}; {known}, or `{verb} {run.id}@latest`")
     if int(step) not in there:
         raise RunError(f"run {run.id} has no checkpoint of step {int(step)}; {known}")
     checkpoint = checkpoints.folder(folder, int(step))
@@ -106,7 +107,7 @@ def _steps(folder: Path) -> list[int]:
 def _own_stack(parent: RunFolder, changes: Sequence[str]) -> LoadedStack:
     """The stack that ``parent`` has, its own overrides included, with ``changes``."""
     about, task = parent.read("run.json"), yaml.safe_load((parent.path / "source.yaml").read_text())
-    task = {**task, STACK[0]: {**task[STACK[0]], STACK[1]: written(parent.stack())}}
+    task = {**task, STACK[0]: {**task[STACK[0]], STACK[1]: written(as_asked(parent.stack()))}}
     text = yaml.safe_dump(task, sort_keys=False, allow_unicode=True)
     return load_text(text, _as_named(task, Path(about["source"])), f"the stack of run {parent.id}", changes)
 
