@@ -31,6 +31,8 @@ RESERVED = {
     "enable-scale-out": "the orchestrator, which works with tokens",
     "enable-prompt-tokens-details": "the orchestrator, which counts cached tokens",
     "logprobs-mode": "the trainer, which needs the logprobs that were sampled from",
+    "enable-return-routed-experts": "trainer.mixture.router_replay",
+    "aux-output-config": "trainer.mixture.router_replay",
     "generation-config": "sampling",
     "override-generation-config": "sampling",
     "enable-prefix-caching": "weights.kv",

@@ -15,14 +15,24 @@ from stackrl.schemas import skypilot
 from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.problems import Path, Problem, at
+from stackrl.schemas.rules_of_data import (
+    evaluations_need_engines,
+    needs_engines,
+    stages_have_a_length,
+    stages_learn_from_one_source,
+    validation_has_one_source,
+)
+from stackrl.schemas.rules_of_degrees import degrees_divide, engines_fill_their_gpus
+from stackrl.schemas.rules_of_mixtures import replay_has_routes
 from stackrl.schemas.rules_of_operation import (
     growth_can_count,
     idle_is_longer_than_work,
+    kept_ones_are_made,
     secrets_are_brought,
     shared_checkpoints,
 )
 from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
-from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
+from stackrl.schemas.split import Task, roles_of
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
 
@@ -87,6 +97,8 @@ def batches_hold_whole_groups(stack: Stack) -> Problems:
 
 
 def replies_fit(stack: Stack) -> Problems:
+    if not needs_engines(stack):
+        return
     held, trained = stack.inference.max_model_length, stack.trainer.sequence_length
     if held > trained:
         what = f"an engine may write {held} tokens, the trainer takes sequences of {trained}"
@@ -100,7 +112,7 @@ def replies_fit(stack: Stack) -> Problems:
 
 def steps_suffice(stack: Stack) -> Problems:
     for index, stage in enumerate(stack.stages):
-        if isinstance(stage, SupervisedStage) and stage.clean_steps > stage.steps:
+        if isinstance(stage, SupervisedStage) and stage.steps and stage.clean_steps > stage.steps:
             what = f"{stage.clean_steps} clean steps, but the stage has {stage.steps}"
             yield Problem(at("stages", index, "clean_steps"), what, f"make it at most {stage.steps}")
 
@@ -130,15 +142,17 @@ def model_holds_replies(stack: Stack) -> Problems:
     """The shape of a model that is made at random; others are looked at when they are there."""
     if not isinstance(stack.model, RandomModel):
         return
+    if (width := stack.model.config.get("head_dim", 0)) % 2:
+        what = f"{width} is odd, and rotary positions turn pairs"
+        yield Problem(at("model", "config", "head_dim"), what, f"make it {width + 1}")
+    if not needs_engines(stack):
+        return
     shape, held = stack.model.config, stack.inference.max_model_length
     positions = shape.get("max_position_embeddings", POSITIONS[stack.model.architecture])
     if positions < held:
         what = f"the model is made for {positions} tokens, an engine may write {held}"
         mend = f"make it {held}, or lower inference.max_model_length"
         yield Problem(at("model", "config", "max_position_embeddings"), what, mend)
-    if (width := shape.get("head_dim", 0)) % 2:
-        what = f"{width} is odd, and rotary positions turn pairs"
-        yield Problem(at("model", "config", "head_dim"), what, f"make it {width + 1}")
 
 
 def folders_have_no_revision(stack: Stack) -> Problems:
@@ -151,6 +165,8 @@ def folders_have_no_revision(stack: Stack) -> Problems:
 def one_pool_or_a_pair(stack: Stack) -> Problems:
     roles = stack.roles
     pools = [name for name in ("inference", "prefill", "decode") if getattr(roles, name)]
+    if not pools and not needs_engines(stack):
+        return
     if pools not in (["inference"], ["prefill", "decode"]):
         what = f"engines are given as {' and '.join(pools)}" if pools else "there are no engines"
         yield Problem(at("roles"), what, "give `inference`, or both `prefill` and `decode`")
@@ -237,25 +253,6 @@ def device_fits(stack: Stack, task: Task) -> Problems:
         yield Problem(at("device"), "cuda needs accelerators, and `resources` asks for none", mend)
 
 
-def degrees_divide(stack: Stack, task: Task) -> Problems:
-    """Parallel degrees divide the ranks they cut."""
-    ranks = trainer_ranks(stack, task)
-    parallel = stack.trainer.parallel
-    for names in (("replicate", "context"), ("expert",)):
-        product = 1
-        for name in names:
-            product *= getattr(parallel, name)
-        if ranks and ranks % product:
-            what = f"{' × '.join(names)} is {product}, which does not divide the trainer's {ranks} ranks"
-            yield Problem(at("trainer", "parallel"), what, "choose degrees that divide the ranks")
-    width = stack.inference.tensor_parallel
-    for name, _ in roles_of(stack):
-        gpus = gpus_of_role(stack, task, name)
-        if name != "trainer" and gpus and gpus % width:
-            what = f"engines of {width} GPUs do not fill the {gpus} GPUs of {name}"
-            yield Problem(at("inference", "tensor_parallel"), what, "choose a degree that divides them")
-
-
 def token_for_several_nodes(stack: Stack, task: Task) -> Problems:
     secrets = task.get("secrets") or {}
     if skypilot.nodes(task) > 1 and "STACKRL_TOKEN" not in secrets:
@@ -305,6 +302,10 @@ def file_is_named(task: Task, file: File) -> Problems:
 STACK_RULES = (
     supervised_stages_first,
     names_are_unique,
+    stages_have_a_length,
+    stages_learn_from_one_source,
+    validation_has_one_source,
+    evaluations_need_engines,
     batches_hold_whole_groups,
     replies_fit,
     steps_suffice,
@@ -319,11 +320,14 @@ STACK_RULES = (
     sharing,
     idle_is_longer_than_work,
     growth_can_count,
+    kept_ones_are_made,
 )
 TASK_RULES = (
     roles_fit_machines,
     device_fits,
     degrees_divide,
+    engines_fill_their_gpus,
+    replay_has_routes,
     token_for_several_nodes,
     token_is_secret,
     shared_checkpoints,

@@ -31,6 +31,16 @@ def growth_can_count(stack: Stack) -> Problems:
         yield Problem(at("guards", "mismatch", "growth_above"), what, "make it less than `above`")
 
 
+def kept_ones_are_made(stack: Stack) -> Problems:
+    """A checkpoint that is to stay for good has to be one that is made."""
+    every, for_good = stack.checkpoint.every, stack.checkpoint.keep_every
+    if for_good and for_good % every:
+        what = f"checkpoints are made every {every} steps, of which few are at a multiple of {for_good}"
+        multiples = {max(for_good // every, 1) * every, (for_good // every + 1) * every}
+        mend = f"make it {' or '.join(map(str, sorted(multiples)))}"
+        yield Problem(at("checkpoint", "keep_every"), what, mend)
+
+
 def shared_checkpoints(stack: Stack, task: Task) -> Problems:
     """Each node would take a relative path for a folder of its own."""
     path = stack.checkpoint.path

@@ -17,6 +17,11 @@ def roles_of(stack: Stack) -> list[tuple[str, TrainerRole | EngineRole]]:
     return [(name, role) for name, role in stack.roles if role is not None]
 
 
+def has_engines(stack: Stack) -> bool:
+    """Whether there is anybody to sample, and to take the trainer's weights for it."""
+    return any(name != "trainer" for name, _ in roles_of(stack))
+
+
 def device_of(stack: Stack, task: Task) -> str:
     """`cpu` or `cuda`: as said, else cuda where accelerators are asked for."""
     return stack.device or ("cuda" if skypilot.gpus_of_node(task) else "cpu")

@@ -28,6 +28,8 @@ class Checkpoint(Model):
     """Optimizer steps between checkpoints. The end of the run is always saved."""
     keep: int = Field(default=2, ge=1)
     """Newest checkpoints that stay."""
+    keep_every: int | None = Field(default=None, ge=1)
+    """Checkpoints at every so many optimizer steps stay for good besides; a multiple of `every`."""
 
 
 class Wandb(Model):
@@ -58,7 +60,7 @@ class Monitors(Model):
 
 
 class Stack(Model):
-    """One run of reinforcement learning."""
+    """One run: supervised learning, reinforcement learning, or both."""
 
     version: Literal[1]
     """Version of this language."""
@@ -74,8 +76,8 @@ class Stack(Model):
     weights: Weights = PullWeights()
     """How new weights reach the engines."""
     algorithm: Algorithm = Algorithm()
-    environments: list[Environment] = Field(min_length=1)
-    """What is learnt: the mix that prompts are drawn from."""
+    environments: list[Environment] = []
+    """What is learnt: the mix that prompts are drawn from. Stages with `data` need none."""
     sampling: Sampling = Sampling()
     stages: list[Stage] = Field(min_length=1)
     """What happens one after the other: supervised stages, then stages of reinforcement learning."""

@@ -52,11 +52,6 @@ def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
             yield Problem(
                 at("roles", pool), "separate engines for prefill and decode are not there yet", mend
             )
-    for degree in ("replicate", "context", "expert"):
-        value = getattr(stack.trainer.parallel, degree)
-        if value > 1:
-            what = f"a degree of {value} is not there yet: the trainer shards over all its ranks"
-            yield Problem(at("trainer", "parallel", degree), what, "leave it out")
     if stack.inference.tensor_parallel > 1:
         yield Problem(
             at("inference", "tensor_parallel"), "engines on several GPUs are not there yet", "leave it out"

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
@@ -122,14 +122,14 @@ def differences(one: Weights, other: Weights) -> dict[str, float]:
 def on_two_ranks(saved: Path, save: Path) -> tuple[dict[str, Weights], dict[str, Weights]]:
     """Of each optimizer `trained`, which leaves checkpoints below ``save``, and `resumed` from ``saved``."""
     file = save / "weights.pt"
-    multiprocessing.spawn(_work, (free_port(), saved, save, file), nprocs=2)
+    on_ranks(2, _work, free_port(), saved, save, file)
     return torch.load(file)
 
 
 def _work(rank: int, port: int, saved: Path, save: Path, file: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    mesh = join(Rank(rank, 2, rank), f"127.0.0.1:{port}", "cpu")
+    mesh = join(Rank(rank, 2, rank), f"127.0.0.1:{port}", "cpu").dense
     results = (
         {name: trained(mesh, settings, save / name) for name, settings in OPTIMIZERS.items()},
         {name: resumed(mesh, settings, saved / name) for name, settings in OPTIMIZERS.items()},

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import on_ranks
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
 from trainer_runs import free_port, make_batches, make_samples
 
 from stackrl.runtime.trainer import losses
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.optimizer import global_norm
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.ranks import Rank, join, leave
@@ -40,6 +41,8 @@ class Case:
     samples: int = 24
     capacity: int = 4096
     recompute: bool = False
+    trainer: dict[str, Any] = field(default_factory=dict)
+    """Other settings of `trainer:`."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,19 @@ class Outcome:
         }
 
 
-def outcome(mesh: DeviceMesh, case: Case, samples: list[Sample] | None = None) -> Outcome:
-    """What ``case`` gives on the ranks of ``mesh``; all call it together."""
+def outcome(meshes: Meshes, case: Case, samples: list[Sample] | None = None) -> Outcome:
+    """What ``case`` gives on the ranks of ``meshes``; all call it together."""
     activations = "full" if case.recompute else "none"
-    decoder = build(case.model, Trainer(activation_checkpointing=activations, head_chunk=32), "float32", mesh)
+    settings = {"activation_checkpointing": activations, "head_chunk": 32} | case.trainer
+    decoder = build(case.model, Trainer(**settings), "float32", meshes)
     samples = samples or make_samples(case.samples, seed=5)
-    batch = make_batches(samples, mesh.size(), case.capacity)[mesh.get_rank()]
+    batch = make_batches(samples, dist.get_world_size(), case.capacity)[dist.get_rank()]
     totals = accumulate(decoder, batch, OBJECTIVES[case.objective])
     norm = global_norm(decoder.parameters())
-    for parameter in decoder.parameters():
-        if parameter.requires_grad:
-            parameter.data = parameter.grad
+    with torch.no_grad():
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:
+                parameter.copy_(parameter.grad)
     gradients = {name: gradient.clone() for name, gradient in gathered(decoder, torch.float32)}
     return Outcome(totals.metrics()["loss"], norm, gradients)
 
@@ -82,15 +87,15 @@ def outcome(mesh: DeviceMesh, case: Case, samples: list[Sample] | None = None) -
 def outcomes(ranks: int, cases: list[Case], folder: Path) -> list[Outcome]:
     """What each case gives on ``ranks`` processes, as rank 0 sees it."""
     file = folder / "outcomes.pt"
-    multiprocessing.spawn(_work, (ranks, free_port(), cases, file), nprocs=ranks)
+    on_ranks(ranks, _work, ranks, free_port(), cases, file)
     return torch.load(file, weights_only=False)
 
 
 def _work(rank: int, ranks: int, port: int, cases: list[Case], file: Path) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     torch.set_num_threads(1)
-    mesh = join(Rank(rank, ranks, rank), f"127.0.0.1:{port}", "cpu")
-    results = [outcome(mesh, case) for case in cases]
+    meshes = join(Rank(rank, ranks, rank), f"127.0.0.1:{port}", "cpu")
+    results = [outcome(meshes, case) for case in cases]
     if rank == 0:
         torch.save(results, file)
     dist.barrier()

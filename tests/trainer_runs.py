@@ -5,16 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from forked import Started, Starter
 
-from stackrl.runtime import checkpoints
+from stackrl.runtime import checkpoints, trainer
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.packing import causal_cost
 from stackrl.runtime.run import Endpoints, RunFolder, State
@@ -22,6 +22,7 @@ from stackrl.runtime.transport.batches import BatchServer
 from stackrl.runtime.transport.messages import Ack, Batch, End, Sample
 from stackrl.schemas.stack import Stack
 
+HERE = Path(__file__).parent
 TOKEN = "test-token"
 LIMIT = 240.0
 
@@ -102,7 +103,7 @@ def _sample(rng: np.random.Generator, number: int, vocabulary: int) -> Sample:
 
 
 def make_batches(
-    samples: Sequence[Sample], ranks: int = 1, capacity: int = 4096, **place: Any
+    samples: Sequence[Sample], ranks: int = 1, capacity: int = 4096, *, context: int = 1, **place: Any
 ) -> list[Batch]:
     """One optimizer step's batches, packed as the orchestrator packs them."""
     defaults = {
@@ -114,7 +115,7 @@ def make_batches(
         "checkpoint": False,
         "last_of_stage": False,
     }
-    return build(samples, Place(**defaults | place), Layout(capacity, ranks, causal_cost(64)))
+    return build(samples, Place(**defaults | place), Layout(capacity, ranks, causal_cost(64), context))
 
 
 def run_steps(
@@ -141,7 +142,13 @@ def run_steps(
             process.wait()
 
 
-def start_rank(run: RunFolder, rank: int, ranks: int) -> subprocess.Popen[bytes]:
+@cache
+def _starter() -> Starter:
+    return Starter(HERE, "stackrl.runtime.trainer.run", "torch._dynamo")
+
+
+def start_rank(run: RunFolder, rank: int, ranks: int) -> Started:
+    """A rank's process; it goes without the seconds in which torch is imported."""
     environment = os.environ | {
         "RANK": str(rank),
         "WORLD_SIZE": str(ranks),
@@ -149,9 +156,8 @@ def start_rank(run: RunFolder, rank: int, ranks: int) -> subprocess.Popen[bytes]
         "STACKRL_TOKEN": TOKEN,
         "OMP_NUM_THREADS": "1",
     }
-    command = [sys.executable, "-m", "stackrl.runtime.trainer", str(run.path)]
-    log = (run.path / f"trainer-{rank}.log").open("ab")
-    return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+    program = [str(Path(trainer.__file__).with_name("__main__.py")), str(run.path)]
+    return _starter().start(program, environment, (run.path / f"trainer-{rank}.log").open("a+"))
 
 
 async def _serve(
@@ -160,7 +166,7 @@ async def _serve(
     first: int,
     end: End,
     look: Callable[[Ack], None],
-    processes: Sequence[subprocess.Popen[bytes]],
+    processes: Sequence[Started],
 ) -> list[Ack]:
     incarnation = run.state().incarnation
     server = BatchServer(run.endpoints().orchestrator, TOKEN, incarnation=incarnation, index=first)
@@ -205,14 +211,14 @@ async def _converse(
     return acks
 
 
-async def _alive(run: RunFolder, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+async def _alive(run: RunFolder, processes: Sequence[Started]) -> None:
     while True:
         if any(process.poll() for process in processes):
             raise AssertionError(f"a trainer rank failed:\n{logs(run)}")
         await asyncio.sleep(0.2)
 
 
-def _all_end_well(run: RunFolder, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+def _all_end_well(run: RunFolder, processes: Sequence[Started]) -> None:
     codes = [process.wait(60) for process in processes]
     assert not any(codes), logs(run)
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 import json
 import logging
 import time
@@ -11,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import numpy as np
 
 from stackrl.runtime.inference.server import KEEP_ALIVE, SERVED_NAME
 from stackrl.runtime.transport.auth import bearer
@@ -41,7 +44,9 @@ class Generation:
     """A reply of T tokens; ``logprobs`` float [T] at the sampling temperature.
 
     The stop token, if it was sampled, is the last token. ``spans`` cover the T tokens. ``cached`` counts
-    tokens of the prompt whose keys were in the engine's prefix cache.
+    tokens of the prompt whose keys were in the engine's prefix cache. ``routes``, from an engine that tells
+    them: of each token but the last, from the one that was asked for on, prompt included, the experts that it
+    went through, int8 or int16 [tokens, layers, experts per token] as in Sample.
     """
 
     tokens: list[int]
@@ -49,6 +54,7 @@ class Generation:
     spans: list[Span]
     finish_reason: Literal["stop", "length"]
     cached: int
+    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -99,10 +105,12 @@ class Engine:
         salt: str,
         stop_token_ids: Sequence[int],
         request_id: str,
+        routes_from: int = 0,
     ) -> Generation:
         """Sample a reply to the prompt ``tokens``: up to ``max_tokens`` and up to the engine's length.
 
-        Only ``stop_token_ids`` end a reply earlier. Requests with the same ``salt`` share cached prompts.
+        Only ``stop_token_ids`` end a reply earlier. Requests with the same ``salt`` share cached prompts. An
+        engine that tells routes does so from the prompt's token ``routes_from`` on.
         When the caller is cancelled, so is the request in the engine. Raises EngineError.
         """
         body = {
@@ -121,6 +129,7 @@ class Engine:
                 "ignore_eos": True,  # stop_token_ids alone decide, whatever the model's config says
                 "logprobs": 0,  # of the sampled token, and of no other
                 "detokenize": False,
+                "routed_experts_prompt_start": routes_from,
             },
         }
         answer = await self._call("POST", "/inference/v1/generate", body, self._timeout, keep_alive=True)
@@ -269,7 +278,24 @@ def _read_generation(answer: dict[str, Any]) -> Generation:
     if [t for span in spans for t in range(span.start, span.end)] != list(range(len(tokens))):
         raise ValueError("the version spans do not cover the tokens")
     details = answer["usage"].get("prompt_tokens_details") or {}
-    return Generation(tokens, logprobs, spans, choice["finish_reason"], details.get("cached_tokens") or 0)
+    written = choice.get("routed_experts")
+    return Generation(
+        tokens,
+        logprobs,
+        spans,
+        choice["finish_reason"],
+        details.get("cached_tokens") or 0,
+        None if written is None else _read_routes(written),
+    )
+
+
+def _read_routes(written: str) -> np.ndarray:
+    """Of an array in numpy's own format, in base64. Raises ValueError where it is anything else."""
+    file = io.BytesIO(base64.b64decode(written, validate=True))
+    routes = np.lib.format.read_array(file, allow_pickle=False)
+    if routes.ndim != 3 or routes.dtype.kind != "u":
+        raise ValueError(f"its routes are {routes.dtype} {list(routes.shape)}, not [tokens, layers, experts]")
+    return routes.astype("|i1" if routes.max(initial=0) <= np.iinfo("|i1").max else "<i2")
 
 
 def _read_label(label: str) -> Version:

@@ -49,6 +49,7 @@ def command(stack: Stack, model: Path, url: str, gpu_bytes: int | None = None) -
         "enable-scale-out": True,
         "enable-prompt-tokens-details": True,
         "logprobs-mode": "processed_logprobs",
+        "enable-return-routed-experts": stack.trainer.mixture.router_replay,
         "generation-config": "vllm",
         # prompts of one version share their cache; what an update does to it is in docs/weights.md
         "enable-prefix-caching": True,
@@ -81,6 +82,8 @@ def environment(stack: Stack, url: str, base: Mapping[str, str] = os.environ) ->
         "TRANSFORMERS_OFFLINE": "1",
     }
     result.pop("VLLM_API_KEY", None)
+    if stack.trainer.mixture.router_replay:
+        result["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one cannot tell which experts were chosen
     if stack.device == "cpu":
         # vLLM binds its workers' threads itself; the processes that only talk need one
         result |= {"VLLM_CPU_OMP_THREADS_BIND": base.get(CORES_VARIABLE) or "auto", "OMP_NUM_THREADS": "1"}

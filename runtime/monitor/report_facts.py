@@ -23,8 +23,10 @@ CURVES = (
     *("reward", "reward_std", "reward_min", "reward_max", "solved", "group_signal", "turns", "prefix_breaks"),
     *("staleness_mean", "staleness_max", "dropped", "tokens_generated", "rollouts", "tokens_per_second"),
     *("seconds_step", "seconds_rollouts_wait", "engine_busy"),
-    *("trainer/loss", "trainer/entropy", "trainer/gradient_norm", "trainer/learning_rate"),
+    *("trainer/loss", "trainer/validation_loss", "trainer/entropy"),
+    *("trainer/gradient_norm", "trainer/learning_rate"),
     *("trainer/mismatch_kl", "trainer/ratio_max", "trainer/capped", "trainer/skipped"),
+    "trainer/load_imbalance",
 )
 """Metrics that are drawn; besides these, the rewards of each environment."""
 MOST_POINTS = 1500

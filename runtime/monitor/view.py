@@ -65,9 +65,11 @@ def _print_lines(reader: Reader, goes_on: Callable[[], bool], console: Console, 
 
 
 def _every_tenth(history: History, record: Record) -> str:
-    """A line for every tenth step of a stage and its last one."""
+    """A line for every tenth step of a stage, its last one, and those with a loss of held-out rows."""
     last = record["stage_step"] + 1 == record["stage_steps"]
-    return plain(history, record) if last or record["stage_step"] % _STEPS_PER_LINE == 0 else ""
+    measured = record.get("trainer/validation_loss") is not None
+    regular = record["stage_step"] % _STEPS_PER_LINE == 0
+    return plain(history, record) if last or measured or regular else ""
 
 
 def _readings(goes_on: Callable[[], bool]) -> Iterable[None]:
@@ -88,6 +90,8 @@ def plain(history: History, record: Record) -> str:
     step = f"{record['stage']} {record['stage_step'] + 1}/{record['stage_steps']}"
     if record["kind"] == "supervised":
         facts = [f"loss {number(record.get('trainer/loss'))}"]
+        if (held_out := record.get("trainer/validation_loss")) is not None:
+            facts.append(f"of held-out rows {number(held_out)}")
     else:
         facts = [
             f"reward {number(record.get('reward'))} ±{number(record.get('reward_std'), 2)}",
@@ -190,11 +194,19 @@ def _facts(history: History) -> RenderableType:
         grid.add_row("waiting", "   ".join(waits(history)) or "–")
     grid.add_row(
         "trainer",
-        f"loss {number(now('trainer/loss'))}   gradient {number(now('trainer/gradient_norm'), 2)}   "
-        f"entropy {number(now('trainer/entropy'), 2)}   rate {number(now('trainer/learning_rate'), 4)}",
+        f"loss {number(now('trainer/loss'))}{_held_out(history)}   "
+        f"gradient {number(now('trainer/gradient_norm'), 2)}   entropy {number(now('trainer/entropy'), 2)}   "
+        f"rate {number(now('trainer/learning_rate'), 4)}",
     )
     if skipped := sum(history.values("trainer/skipped")):
         grid.add_row("skipped", f"{skipped:.0f} steps whose gradient was not finite")
+    if (imbalance := now("trainer/load_imbalance")) is not None:
+        grid.add_row(
+            "experts",
+            f"the busiest has {number(imbalance, 2)} × the mean load   "
+            f"router confidence {number(now('trainer/router_confidence'), 2)}   "
+            f"replayed {share(now('trainer/routes_replayed'))}",
+        )
     per_step = history.seconds_per_step(history.steps[-1]["kind"])
     grid.add_row(
         "speed",
@@ -202,6 +214,12 @@ def _facts(history: History) -> RenderableType:
         f"{number(per_step, 2)} s a step",
     )
     return grid
+
+
+def _held_out(history: History) -> str:
+    """The newest loss of held-out rows in the current stage, where there are any."""
+    values = history.values("trainer/validation_loss", history.of_stage(history.steps[-1]["stage"]))
+    return f", of held-out rows {number(values[-1])}" if values else ""
 
 
 def waits(history: History) -> list[str]:
@@ -247,6 +265,13 @@ def told(event: Record) -> str:
         return printable(f"{event['process']} started again{times}: {event['reason']}")
     if name == "stopping":
         return printable(f"stopping: {event['reason']}{'; a checkpoint is made first' * event['saves']}")
+    if name == "data_ready":
+        held_out = "" if event["part"] == "learnt" else " to hold out"
+        dropped = f", {event['dropped']} too long and dropped" if event["dropped"] else ""
+        return (
+            f"stage {event['stage']} has {event['rows']} rows{held_out} of {count(event['tokens'])} tokens, "
+            f"{count(event['learnt'])} of them learnt{dropped}"
+        )
     if name == "engines_awaited":
         return "waiting for the engines to start"
     if name == "resumed":

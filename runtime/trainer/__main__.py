@@ -15,11 +15,13 @@ from stackrl.runtime.trainer.models.families import ModelError
 from stackrl.runtime.trainer.ranks import Rank, RanksError, claim_cores, join, leave
 from stackrl.runtime.trainer.run import run_trainer
 from stackrl.runtime.trainer.shared_gpu import SharedGpuError, take_what_is_left
+from stackrl.runtime.trainer.stored import ChangedError
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import MessageError
 from stackrl.runtime.transport.weights import WeightError
+from stackrl.schemas.degrees import degrees_of
 
-BAD_INPUT = (ModelError,)
+BAD_INPUT = (ModelError, ChangedError)
 """What will not get better by trying again."""
 FOR_PEOPLE = (
     *BAD_INPUT,
@@ -50,11 +52,12 @@ def main() -> int:
     try:
         endpoints = run.endpoints()
         heartbeat.note("meeting the other ranks")
-        mesh = join(me, endpoints.rendezvous, stack.device or "cpu")
+        degrees = degrees_of(stack, me.ranks)
+        meshes = join(me, endpoints.rendezvous, stack.device or "cpu", degrees)
         if stack.roles.inference and stack.roles.inference.share:
             heartbeat.note("waiting for the engine on the same GPU")
             take_what_is_left(endpoints.engines[0], run_token())
-        run_trainer(run, me, mesh, run_token())
+        run_trainer(run, me, meshes, run_token())
         leave()
     except Exception as error:
         return explain(error)

@@ -8,7 +8,6 @@ name when it is whole. runtime/checkpoints.py says when a checkpoint as a whole 
 from __future__ import annotations
 
 import json
-import pickle
 import shutil
 import threading
 from collections.abc import Callable, Mapping
@@ -22,13 +21,18 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    get_state_dict,
+    set_state_dict,
+)
 
 from stackrl.runtime.checkpoints import CheckpointError, sync_folder
 from stackrl.runtime.run import write_durably
 from stackrl.runtime.trainer.ledger import PART
 from stackrl.runtime.trainer.protocol import Progress
 from stackrl.runtime.trainer.ranks import RanksError, broke_off
+from stackrl.runtime.trainer.stored import compare_moments, compare_weights, metadata_of
 
 PARTIAL = f"{PART}.partial"
 """The part while it is written."""
@@ -143,6 +147,7 @@ class Saver:
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> State:
     """Weights, optimizer state and this rank's random states, without a copy."""
     weights, moments = get_state_dict(model, optimizer)
+    moments = {"state": moments["state"]}  # how parameters are grouped depends on how ranks divide the work
     return {"model": weights, "optimizer": moments, "random": {str(dist.get_rank()): _random_states()}}
 
 
@@ -154,18 +159,17 @@ def stored_progress(checkpoint: Path) -> Progress:
 def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Restore weights, moments and random states. All ranks, however many, call it together.
 
-    The optimizer's settings (betas, epsilon, weight decay) stay those that it was made with: the checkpoint's
-    may be those of a stack that has been changed since. A rank beyond those that wrote the checkpoint keeps
-    the random states that it has. Raises CheckpointError where the files do not hold what the model needs.
+    The optimizer's settings (betas, epsilon, weight decay) stay those that it was made with. A rank beyond
+    those that wrote the checkpoint keeps the random states that it has. Raises ChangedError where the files
+    hold the state of another model or another type of optimizer, and CheckpointError where they cannot be
+    read.
     """
     part = checkpoint / PART
-    settings = [{k: v for k, v in group.items() if k != "params"} for group in optimizer.param_groups]
-    try:
-        stored = dcp.FileSystemReader(part).read_metadata().state_dict_metadata
-    except (OSError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{part} cannot be read: {error}") from error
-    state = state_of(model, optimizer)
+    metadata, state = metadata_of(part), state_of(model, optimizer)
+    compare_weights(part, metadata, {name: tensor.shape for name, tensor in state["model"].items()})
+    compare_moments(part, metadata, state["optimizer"]["state"])
     rank = str(dist.get_rank())
+    stored = metadata.state_dict_metadata
     random = {d: seed for d, seed in state.pop("random")[rank].items() if f"random.{rank}.{d}" in stored}
     if random:
         state["random"] = {rank: random}
@@ -173,9 +177,9 @@ def load(checkpoint: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -
         dcp.load(state, checkpoint_id=part)  # into the very tensors of model and optimizer
     except dcp.api.CheckpointException as error:
         raise CheckpointError(f"cannot load {part}: {_first_failure(error)}") from error
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-    for group, own in zip(optimizer.param_groups, settings, strict=True):
-        group.update(own)
+    groups = get_optimizer_state_dict(model, optimizer)["param_groups"]
+    moments = {**state["optimizer"], "param_groups": groups}
+    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=moments)
     for device, values in random.items():
         _SET_RANDOM[device](values)
 

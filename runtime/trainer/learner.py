@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from stackrl.runtime.trainer import checkpoint, losses
+from stackrl.runtime.trainer import checkpoint, lora, losses
 from stackrl.runtime.trainer.checkpoint import Saver
 from stackrl.runtime.trainer.models import folder
 from stackrl.runtime.trainer.models.decoder import Decoder
@@ -17,6 +17,7 @@ from stackrl.runtime.trainer.parallelize import DTYPES, gathered
 from stackrl.runtime.trainer.protocol import Progress, Step
 from stackrl.runtime.trainer.schedule import rate
 from stackrl.runtime.trainer.step import AGAINST_ENGINE, Objective, train_step
+from stackrl.runtime.trainer.validation import validate
 from stackrl.runtime.transport.messages import Batch, Version
 from stackrl.runtime.transport.weights import Publisher
 from stackrl.schemas.stack import Stack, StageSettings, settings_of
@@ -33,6 +34,8 @@ class Learner:
         self.source = publisher.source if publisher else ""
         self._publisher = publisher
         self._dtype = stack.model.dtype
+        self._lora = stack.trainer.lora
+        self._balance_rate = stack.trainer.mixture.balance_rate
         self._stages = {stage.name: stage for stage in stack.stages}
         self._settings = {stage.name: settings_of(stack, stage) for stage in stack.stages}
         self._optimizer: torch.optim.Optimizer | None = None
@@ -49,7 +52,10 @@ class Learner:
             _objective(stage, settings),
             rate=rate(batch.stage_step, settings.optimizer, stage.steps),
             limit=settings.optimizer.max_gradient_norm,
+            balance_rate=self._balance_rate,
         )
+        if batch.held_out:
+            step = replace(step, metrics=step.metrics | validate(self.model, batch.held_out))
         rl = isinstance(stage, RlStage)
         self.progress = Progress(index=batch.index + 1, step=batch.step + rl, stage=batch.stage)
         if rl:
@@ -78,7 +84,8 @@ class Learner:
         checkpoint.load(source, self.model, self._optimizer)
 
     def export(self, source: Path, target: Path, *, write: bool) -> None:
-        """Leave the model at ``target`` as a Hugging Face folder with what else is in ``source``.
+        """Leave the model at ``target`` as a Hugging Face folder with what else is in ``source``, and its
+        adapters, where it has any, beside it.
 
         One rank has to ``write`` it, the others help.
         """
@@ -87,6 +94,12 @@ class Learner:
             folder.export(tensors, source, target, self._dtype)
         else:
             _join_in(tensors)
+        if self._lora:
+            adapters = lora.adapters(self.model)
+            if write:
+                lora.save(adapters, self._lora, source, target.with_name(lora.FOLDER))
+            else:
+                _join_in(adapters)
 
 
 def _join_in(tensors: Iterable[object]) -> None:

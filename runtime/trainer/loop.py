@@ -20,6 +20,7 @@ from stackrl.runtime.trainer.protocol import Learner
 from stackrl.runtime.transport.batch_client import SILENCE, BatchClient
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import Batch, End, Hello, Logprobs, MicroBatch, Version
+from stackrl.schemas.split import has_engines
 from stackrl.schemas.stack import Stack
 from stackrl.schemas.stages import RlStage, SupervisedStage
 
@@ -47,15 +48,19 @@ class Loop:
         *,
         rank: int,
         ranks: int,
+        context: int = 1,
         token: str,
     ) -> None:
+        """``context``: how many neighbouring ranks share each batch; the first of them speaks for all."""
         self.doing = "starting"
         """In words, for an error that comes meanwhile."""
         self._learner, self._ledger, self._rank, self._ranks = learner, ledger, rank, ranks
+        self._speaks = rank % context == 0
         self._incarnation = run.state().incarnation
         self._checkpoints = run.checkpoints(stack)
         self._rl = {stage.name for stage in stack.stages if isinstance(stage, RlStage)}
         self._supervised_steps = sum(s.steps for s in stack.stages if isinstance(s, SupervisedStage))
+        self._publishes = has_engines(stack)
         self._position = (learner.progress.index, self._version())
         """What this rank says of itself: its next optimizer step and what it has published, as one."""
         self._begun = learner.progress.index
@@ -95,7 +100,7 @@ class Loop:
         began = time.monotonic()
         self._note(f"step {batch.index}")
         step = self._learner.apply(batch)
-        self._ledger.add(batch, rl=batch.stage in self._rl)
+        self._ledger.add(batch, rl=self._speaks and batch.stage in self._rl)
         stepped = time.monotonic()
         self._publish()
         self._position = (self._learner.progress.index, self._version())
@@ -115,14 +120,15 @@ class Loop:
                 metrics=step.metrics | seconds,
             )
         self._held_up = 0.0
-        if step.logprobs is not None:
+        if step.logprobs is not None and self._speaks:
             self._report(batch, step.logprobs)
         if batch.checkpoint:
             self._save(batch.step)
 
     def _publish(self) -> None:
-        """Give the engines the current weights; they sample nothing before supervised stages are over."""
-        if self._learner.progress.index >= self._supervised_steps:
+        """Give the engines, where there are any, the current weights; they sample nothing before supervised
+        stages are over."""
+        if self._publishes and self._learner.progress.index >= self._supervised_steps:
             self._note(f"publishing weights {self._version()}")
             self._learner.publish(self._version())
 

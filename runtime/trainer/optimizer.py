@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -15,6 +15,8 @@ from stackrl.runtime.trainer.muon import Muon
 from stackrl.runtime.trainer.sign_sgd import SignSGD
 from stackrl.schemas import optimizers as settings_of
 from stackrl.schemas.optimizers import Optimizer
+
+T = TypeVar("T", bound=Tensor)
 
 HEAD = "lm_head"
 """In the name of every parameter of the head."""
@@ -57,19 +59,31 @@ def _make_muon(model: nn.Module, parameters: list[nn.Parameter], settings: setti
 
 
 def _groups(parameters: list[nn.Parameter], settings: Optimizer) -> list[dict[str, Any]]:
-    """What decays, and what does not; no empty group."""
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": settings.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
+    """What decays, and what does not, of each division over ranks; no empty group."""
+    return [
+        {"params": some, "weight_decay": decay}
+        for alike in _by_mesh(parameters)
+        for some, decay in (
+            ([p for p in alike if p.ndim >= 2], settings.weight_decay),
+            ([p for p in alike if p.ndim < 2], 0.0),
+        )
+        if some
     ]
-    return [group for group in groups if group["params"]]
 
 
 def global_norm(parameters: Iterable[nn.Parameter]) -> float:
     """The norm of all gradients over all ranks; the same number on each."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    norm = nn.utils.get_total_norm(gradients)
-    return float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+    norms = [nn.utils.get_total_norm(alike) for alike in _by_mesh(gradients)]
+    return math.hypot(*(float(norm.full_tensor() if isinstance(norm, DTensor) else norm) for norm in norms))
+
+
+def _by_mesh(tensors: list[T]) -> list[list[T]]:
+    """Those together that are divided over the same ranks: torch takes no others at once."""
+    alike: dict[Any, list[T]] = {}
+    for tensor in tensors:
+        alike.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(alike.values())
 
 
 def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
@@ -82,14 +96,14 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
 def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether every weight is finite, on all ranks; the same answer on each.
 
-    A shard's largest absolute value is infinite or no number where one of its weights is: one pass over the
+    A shard's smallest or largest value is infinite or no number where one of its weights is: one pass over the
     weights without a copy of them, and no sum that could overflow where they are merely large.
     """
     shards = [_local(parameter.detach()) for parameter in parameters]
-    largest = torch._foreach_norm([shard for shard in shards if shard.numel()], math.inf)
+    bounds = [bound for shard in shards if shard.numel() for bound in torch.aminmax(shard)]
     broken = torch.zeros((), device=shards[0].device)
-    if largest:
-        broken += (~torch.isfinite(torch.stack(largest))).any()
+    if bounds:
+        broken += (~torch.isfinite(torch.stack(bounds))).any()
     dist.all_reduce(broken)
     return not broken
 

@@ -11,9 +11,10 @@ from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from stackrl.runtime.run import CORES_VARIABLE
+from stackrl.runtime.trainer.meshes import Meshes
+from stackrl.schemas.degrees import Degrees
 
 MEETING = timedelta(seconds=300)
 """How long ranks wait for each other at the start."""
@@ -50,8 +51,10 @@ def claim_cores(threads: int | None) -> None:
         torch.set_num_threads(threads or len(cores))
 
 
-def join(me: Rank, rendezvous: str, device: str) -> DeviceMesh:
-    """Meet the other ranks at ``rendezvous`` (host:port, opened by rank 0) and form one mesh of ``device``.
+def join(me: Rank, rendezvous: str, device: str, degrees: Degrees | None = None) -> Meshes:
+    """Meet the other ranks at ``rendezvous`` (host:port, opened by rank 0) and divide the work on ``device``.
+
+    ``degrees``: how; by default the model is sharded over all ranks.
 
     Raises RanksError where that does not happen in time.
     """
@@ -73,7 +76,7 @@ def join(me: Rank, rendezvous: str, device: str) -> DeviceMesh:
             f"trainer rank {me.rank} of {me.ranks} did not meet the others at {rendezvous} within "
             f"{MEETING.seconds} s: {error}"
         ) from error
-    return init_device_mesh(device, (me.ranks,), mesh_dim_names=("shard",))
+    return Meshes.of(degrees or Degrees(me.ranks, shard=me.ranks), device)
 
 
 def broke_off(error: RuntimeError) -> bool:

@@ -5,31 +5,32 @@ from __future__ import annotations
 import logging
 from contextlib import ExitStack, closing
 
-from torch.distributed.device_mesh import DeviceMesh
-
 from stackrl.runtime import checkpoints, heartbeat
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.trainer.learner import Learner
 from stackrl.runtime.trainer.ledger import Ledger
 from stackrl.runtime.trainer.loop import Loop
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.parallelize import build
 from stackrl.runtime.trainer.ranks import Rank, RanksError, broke_off
 from stackrl.runtime.transport.weights import make_publisher
+from stackrl.schemas.split import has_engines
 
 log = logging.getLogger(__name__)
 
 
-def run_trainer(run: RunFolder, me: Rank, mesh: DeviceMesh, token: str) -> None:
+def run_trainer(run: RunFolder, me: Rank, meshes: Meshes, token: str) -> None:
     """Train until the orchestrator ends the run; rank 0 then leaves the final model in the run's folder.
 
     Raises RanksError naming the operation where another rank breaks off or does not answer in time.
     """
     stack = run.stack()
     heartbeat.note("loading the model")
-    model = build(run.model, stack.trainer, stack.trainer.compute_dtype or stack.model.dtype, mesh)
+    compute = stack.trainer.compute_dtype or stack.model.dtype
+    model = build(run.model, stack.trainer, compute, meshes, stack.seed)
     with ExitStack() as resources:
         publisher = None
-        if me.rank == 0:
+        if me.rank == 0 and has_engines(stack):
             publisher = resources.enter_context(closing(make_publisher(run, stack, token)))
         learner = Learner(stack, model, publisher)
         found = run.restore()
@@ -38,8 +39,8 @@ def run_trainer(run: RunFolder, me: Rank, mesh: DeviceMesh, token: str) -> None:
             checkpoints.verify(found, contents=False)
             learner.restore(found)
             log.info("resumed from %s", found)
-        ledger = Ledger.restored(me.rank, found)
-        loop = Loop(run, stack, learner, ledger, rank=me.rank, ranks=me.ranks, token=token)
+        ledger, context = Ledger.restored(me.rank, found), meshes.degrees.context
+        loop = Loop(run, stack, learner, ledger, rank=me.rank, ranks=me.ranks, context=context, token=token)
         try:
             reason = loop.until_end()
         except RuntimeError as error:

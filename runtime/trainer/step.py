@@ -15,11 +15,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from stackrl.runtime.trainer.context import Context
 from stackrl.runtime.trainer.losses import TokenLoss, TrainedTokens, token_weights
 from stackrl.runtime.trainer.models.decoder import Decoder
-from stackrl.runtime.trainer.models.documents import Documents, layout
+from stackrl.runtime.trainer.models.documents import Documents
 from stackrl.runtime.trainer.optimizer import all_finite, clip, global_norm
+from stackrl.runtime.trainer.parallelize import computes_on
 from stackrl.runtime.trainer.protocol import Step
+from stackrl.runtime.trainer.routing import Routing
 from stackrl.runtime.transport.messages import Batch, MicroBatch
 from stackrl.schemas.algorithm import Normalize
 
@@ -39,19 +42,27 @@ class Objective:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A micro-batch as tensors; N of its T tokens are trained."""
+    """What this rank has of a micro-batch, as tensors: t tokens, which predict n of its N trained ones."""
 
     tokens: Tensor
-    """int64 [T]"""
+    """int64 [t]"""
     layout: Documents
-    chosen: Tensor
-    """int64 [N]: which tokens are trained."""
     documents: Tensor
-    """int64 [N]: the document of each."""
+    """int64 [N]: the document of each trained token."""
+    own: Tensor
+    """int64 [n]: which of the trained tokens are predicted here."""
+    predictors: Tensor
+    """int64 [n]: the place here of the token before each of them."""
+    targets: Tensor
+    """int64 [n]: these tokens."""
     engine_logprobs: Tensor
     advantages: Tensor
     temperatures: Tensor
-    """float32 [N] each."""
+    """float32 [n] each."""
+    counted: Tensor
+    """bool [t]: tokens that count in what is said of routers; none where there is nothing to learn."""
+    routes: Tensor | None
+    """int16 [t, layers, experts per token]: experts to go through, -1 where the router chooses."""
 
 
 def train_step(
@@ -62,8 +73,10 @@ def train_step(
     *,
     rate: float,
     limit: float,
+    balance_rate: float = 0.0,
 ) -> Step:
     """Apply ``batch`` with learning rate ``rate``, its gradient clipped to ``limit``; all ranks together.
+    Routers' biases move by ``balance_rate``.
 
     A metric that would not be finite is left out. A gradient that is not finite leaves weights and optimizer
     as they are, on every rank, and `skipped` is 1. Weights that are not finite all the same make
@@ -77,6 +90,8 @@ def train_step(
         for group in optimizer.param_groups:
             group["lr"] = rate
         optimizer.step()
+        if balance_rate:
+            totals.routing.balance(balance_rate)
     optimizer.zero_grad(set_to_none=True)
     metrics = {
         "gradient_norm": norm,
@@ -91,14 +106,17 @@ def train_step(
 
 def accumulate(model: Decoder, batch: Batch, objective: Objective) -> Totals:
     """Add the gradients of ``batch`` to the model's; the sums over all ranks of what was seen on the way."""
-    device = next(model.parameters()).device
-    totals = Totals(device, keep_logprobs=batch.report)
-    empty = prepare(_EMPTY, device)
-    for number in range(_rounds(len(batch.micro_batches), device)):
-        micro = prepare(batch.micro_batches[number], device) if number < len(batch.micro_batches) else empty
-        if not len(micro.chosen):
-            micro = empty  # nothing to learn, but the other ranks need this one's part of every layer
-        logprobs, entropies = model(micro.tokens, micro.layout, micro.chosen, micro.temperatures)
+    device = computes_on(model)
+    routing = Routing(model, device)
+    totals = Totals(device, routing, model.context if batch.report else None)
+    learning = [micro for micro in batch.micro_batches if micro.loss_mask.any()]
+    for number in range(_rounds(max(1, len(learning)), device)):
+        # a rank that has nothing left to learn still has its part in every layer of the others
+        micro = prepare(learning[number] if number < len(learning) else EMPTY, device, model.context)
+        routing.begin(micro.counted, micro.routes)
+        logprobs, entropies = model(
+            micro.tokens, micro.layout, micro.predictors, micro.targets, micro.temperatures
+        )
         trained = TrainedTokens(logprobs, micro.engine_logprobs, micro.advantages)
         loss = objective.loss(trained)
         weights = token_weights(
@@ -108,32 +126,42 @@ def accumulate(model: Decoder, batch: Batch, objective: Objective) -> Totals:
             sequences=batch.sequences,
             max_tokens=objective.max_tokens,
         )
-        total = (loss.values * weights).sum()
+        total = (loss.values * weights.index_select(0, micro.own)).sum()
         total.backward()
+        routing.end()
         totals.add(micro, total.detach(), trained, loss, entropies)
     totals.reduce()
     return totals
 
 
-def prepare(micro: MicroBatch, device: torch.device) -> Prepared:
-    """Select the trained tokens of ``micro`` and move what the model needs to ``device``."""
+def prepare(micro: MicroBatch, device: torch.device, context: Context = Context()) -> Prepared:  # noqa: B008
+    """Select the trained tokens of ``micro`` and move what the model needs to ``device``.
+
+    ``context``: with which other ranks this one shares it.
+    """
     document_of = np.repeat(np.arange(len(micro.lengths)), micro.lengths)
     chosen = np.flatnonzero(micro.loss_mask)
     if np.isin(chosen, np.cumsum(micro.lengths) - micro.lengths).any():
         raise ValueError("the first token of a document is marked as trained, but nothing predicts it")
-    documents = document_of[chosen]
+    here = context.own(len(micro.tokens))
+    own = np.flatnonzero((chosen > here.start) & (chosen <= here.stop))  # predicted by the token before
+    targets, documents = chosen[own], document_of[chosen]
 
     def tensor(array: np.ndarray, dtype: type) -> Tensor:
         return torch.from_numpy(array.astype(dtype)).to(device)
 
     return Prepared(
-        tokens=tensor(micro.tokens, np.int64),
-        layout=layout(micro.lengths, device),
-        chosen=tensor(chosen, np.int64),
+        tokens=tensor(micro.tokens[here.start : here.stop], np.int64),
+        layout=context.layout(micro.lengths, device),
         documents=tensor(documents, np.int64),
-        engine_logprobs=tensor(micro.logprobs[chosen], np.float32),
-        advantages=tensor(micro.advantages[documents], np.float32),
-        temperatures=tensor(micro.temperatures[documents], np.float32),
+        own=tensor(own, np.int64),
+        predictors=tensor(targets - 1 - here.start, np.int64),
+        targets=tensor(micro.tokens[targets], np.int64),
+        engine_logprobs=tensor(micro.logprobs[targets], np.float32),
+        advantages=tensor(micro.advantages[documents[own]], np.float32),
+        temperatures=tensor(micro.temperatures[documents[own]], np.float32),
+        counted=torch.full((len(here),), bool(len(chosen)), device=device),
+        routes=None if micro.routes is None else tensor(micro.routes[here.start : here.stop], np.int16),
     )
 
 
@@ -142,9 +170,10 @@ class Totals:
 
     _NAMES = ("loss", "entropy", "mismatch_kl", "capped", "tokens_trained", "tokens_packed")
 
-    def __init__(self, device: torch.device, *, keep_logprobs: bool = False) -> None:
-        """``keep_logprobs``: of this rank's trained tokens, for `logprobs`."""
-        self._keep_logprobs = keep_logprobs
+    def __init__(self, device: torch.device, routing: Routing, reported: Context | None = None) -> None:
+        """``reported``: the ranks that share micro-batches, to keep these' logprobs for `logprobs`."""
+        self.routing = routing
+        self._reported = reported
         self._logprobs: list[Tensor] = []
         self._sums = torch.zeros(len(self._NAMES), dtype=torch.float64, device=device)
         self._ratio_max = torch.zeros((), dtype=torch.float64, device=device)
@@ -152,32 +181,34 @@ class Totals:
     def add(
         self, micro: Prepared, total: Tensor, trained: TrainedTokens, loss: TokenLoss, entropies: Tensor
     ) -> None:
-        if not len(micro.chosen):
+        if self._reported is not None:
+            logprobs = trained.logprobs.detach().float()
+            self._logprobs.append(self._reported.whole(logprobs, micro.own, len(micro.documents)))
+        if not len(micro.documents):
             return
-        if self._keep_logprobs:
-            self._logprobs.append(trained.logprobs.detach().float())
         log_ratios = trained.log_ratios().detach().double()
         ratios = log_ratios.exp()
         mismatch = (ratios - 1 - log_ratios).sum()
         sums = torch.stack([total, entropies.sum(), mismatch, loss.capped.sum()])
-        counts = torch.tensor([len(micro.chosen), len(micro.tokens)], device=total.device)
+        counts = torch.tensor([len(micro.own), len(micro.tokens)], device=total.device)
         self._sums += torch.cat([sums, counts])
-        self._ratio_max = torch.maximum(self._ratio_max, ratios.max())
+        self._ratio_max = torch.cat([self._ratio_max[None], ratios]).max()
 
     def reduce(self) -> None:
         """Sum over ranks."""
         dist.all_reduce(self._sums)
         dist.all_reduce(self._ratio_max, dist.ReduceOp.MAX)
+        self.routing.reduce()
 
     def metrics(self) -> dict[str, float]:
         """Sums of the loss and of tokens, means over trained tokens of the rest."""
         metrics = dict(zip(self._NAMES, self._sums.tolist(), strict=True))
         for mean in ("entropy", "mismatch_kl", "capped"):
             metrics[mean] /= max(1.0, metrics["tokens_trained"])
-        return metrics | {"ratio_max": float(self._ratio_max)}
+        return metrics | {"ratio_max": float(self._ratio_max)} | self.routing.metrics()
 
     def logprobs(self) -> np.ndarray:
-        """float32 [N]: of this rank's trained tokens, in the batch's order, as they went through the loss."""
+        """float32 [N]: of the trained tokens of this rank's batch, in order, as the loss saw them."""
         return torch.cat([torch.empty(0), *(part.cpu() for part in self._logprobs)]).numpy()
 
 
@@ -188,7 +219,7 @@ def _rounds(own: int, device: torch.device) -> int:
     return int(rounds)
 
 
-_EMPTY = MicroBatch(
+EMPTY = MicroBatch(
     tokens=np.zeros(2, "<i4"),
     lengths=np.array([2], "<i4"),
     loss_mask=np.zeros(2, "|u1"),
@@ -197,3 +228,4 @@ _EMPTY = MicroBatch(
     temperatures=np.ones(1, "<f4"),
     documents=["demonstration"],
 )
+"""Two tokens that train nothing: the part of a rank that has nothing to do."""

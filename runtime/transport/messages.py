@@ -12,9 +12,13 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 2
+WIRE_VERSION = 3
 MAX_MESSAGE_BYTES = 1 << 30
-DTYPES = ("<i4", "<i8", "<f4", "|u1")
+DTYPES = ("<i4", "<i8", "<f4", "|u1", "|i1", "<i2")
+ROUTES_DTYPES = ("|i1", "<i2")
+"""Of the experts that tokens go through: the first where they are at most 128 in a layer."""
+NO_ROUTE = -1
+"""In place of the experts of a token for which the trainer's router is to choose."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -59,7 +63,9 @@ class Sample(msgspec.Struct, kw_only=True):
     ``tokens`` int32 [T]; ``loss_mask`` uint8 [T], 1 where the token was sampled by the engine (or, in a
     demonstration, is to be learnt); ``logprobs`` float32 [T], the engine's logprob of each sampled token at
     the sampling temperature, 0 elsewhere; ``spans`` cover exactly the sampled tokens (empty in a
-    demonstration); ``advantage`` holds for all sampled tokens.
+    demonstration); ``advantage`` holds for all sampled tokens. ``routes`` int8 or int16 [T, L, k], where the
+    engine has told them: the k experts that each token went through in each of the model's L layers, NO_ROUTE
+    where that is not known; in layers without experts they mean nothing.
     """
 
     rollout: str
@@ -71,6 +77,7 @@ class Sample(msgspec.Struct, kw_only=True):
     spans: list[Span] = []
     advantage: float = 0.0
     temperature: float = 1.0
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -78,6 +85,7 @@ class Sample(msgspec.Struct, kw_only=True):
         _check_array("tokens", self.tokens, "<i4", (length,))
         _check_array("loss_mask", self.loss_mask, "|u1", (length,))
         _check_array("logprobs", self.logprobs, "<f4", (length,))
+        _check_routes(self.routes, length)
         _require(not self.loss_mask[0], "the first token of a sample has no logprob and cannot be trained")
         _require(math.isfinite(self.advantage), f"advantage {self.advantage} is not finite")
         end = 0
@@ -119,7 +127,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     ``documents`` names them: a rollout (``12-3``), further sequences of the same rollout (``12-3/1``), or
     ``demonstration``. ``lengths`` int32 [D], summing to T; the other arrays as in Sample, ``advantages`` and
     ``temperatures`` float32 [D] one per document. An empty micro-batch (T = 0) keeps data-parallel ranks in
-    step.
+    step. ``routes`` are given where one of the sequences has them.
     """
 
     tokens: np.ndarray
@@ -129,6 +137,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     advantages: np.ndarray
     temperatures: np.ndarray
     documents: list[str]
+    routes: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         length, documents = len(self.tokens), len(self.lengths)
@@ -138,6 +147,7 @@ class MicroBatch(msgspec.Struct, kw_only=True):
         _check_array("logprobs", self.logprobs, "<f4", (length,))
         _check_array("advantages", self.advantages, "<f4", (documents,))
         _check_array("temperatures", self.temperatures, "<f4", (documents,))
+        _check_routes(self.routes, length)
         _require(int(self.lengths.sum()) == length, "lengths do not add up to the tokens")
         _require(bool((self.lengths > 0).all()), "an empty document")
         _require(len(self.documents) == documents, f"{len(self.documents)} names for {documents} documents")
@@ -149,7 +159,8 @@ class Batch(msgspec.Struct, kw_only=True):
     ``index`` counts optimizer steps of the run, supervised ones included; ``step`` is the RL step whose
     weights the batch trains (the result is version ``step + 1``; a supervised batch leaves it as it is).
     ``tokens`` and ``sequences`` are the global denominators over all ranks and micro-batches. With
-    ``report`` each rank sends Logprobs of it back.
+    ``report`` each rank sends Logprobs of it back. Of ``held_out`` only the loss is measured, after the step;
+    all ranks have some, or none has.
     """
 
     incarnation: int
@@ -165,6 +176,7 @@ class Batch(msgspec.Struct, kw_only=True):
     last_of_stage: bool
     micro_batches: list[MicroBatch]
     report: bool = False
+    held_out: list[MicroBatch] = []
 
     def __post_init__(self) -> None:
         _require(0 <= self.rank < self.ranks, f"rank {self.rank} of {self.ranks}")
@@ -307,6 +319,16 @@ def _check_array(name: str, array: np.ndarray, dtype: str, shape: tuple[int, ...
     _require(
         array.dtype.str == dtype and array.shape == shape,
         f"{name} is {array.dtype.str} {list(array.shape)}, expected {dtype} {list(shape)}",
+    )
+
+
+def _check_routes(routes: np.ndarray | None, length: int) -> None:
+    if routes is None:
+        return
+    _require(
+        routes.dtype.str in ROUTES_DTYPES and routes.ndim == 3 and len(routes) == length,
+        f"routes is {routes.dtype.str} {list(routes.shape)}, expected {' or '.join(ROUTES_DTYPES)} "
+        f"[{length}, layers, experts per token]",
     )
 
 

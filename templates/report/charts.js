@@ -36,7 +36,8 @@ function definitions() {
     { title: "Mismatch, engine to trainer", unit: "KL, nats per token", series: [["KL", column("trainer/mismatch_kl")]] },
     { title: "Entropy", unit: "nats per token", series: [["entropy", column("trainer/entropy")]] },
     { title: "Gradient norm", series: [["before clipping", column("trainer/gradient_norm")]] },
-    { title: "Loss", series: [["loss", column("trainer/loss")]] },
+    { title: "Loss", series: [["loss", column("trainer/loss")], ["of held-out rows", column("trainer/validation_loss")]] },
+    { title: "Load of experts", unit: "most over mean, of the worst layer", series: [["imbalance", column("trainer/load_imbalance")]] },
     { title: "Speed", unit: "tokens per second, all devices", format: count, low: 0, series: [["generated and trained", column("tokens_per_second")]] },
     {
       title: "Waiting", ...share, unit: "share of the time",

@@ -5,19 +5,20 @@ from pathlib import Path
 
 import pytest
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from trainer_runs import TINY, make_run, make_stack
 
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.models.prepare import prepare
+from stackrl.schemas.degrees import Degrees
 
 
 @pytest.fixture(scope="module")
-def mesh() -> Iterator[DeviceMesh]:
+def mesh() -> Iterator[Meshes]:
     """This process as the only rank."""
     patch = pytest.MonkeyPatch()
     patch.setenv("GLOO_SOCKET_IFNAME", "lo")
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,))
+    yield Meshes.of(Degrees(1), "cpu")
     dist.destroy_process_group()
     patch.undo()
 

@@ -7,22 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.distributed.device_mesh import DeviceMesh
 from trainer_runs import make_batches, make_samples, make_stack
 
 from stackrl.runtime.checkpoints import CheckpointError
 from stackrl.runtime.trainer import checkpoint
 from stackrl.runtime.trainer.checkpoint import stored_progress
 from stackrl.runtime.trainer.learner import Learner
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.protocol import Progress
+from stackrl.runtime.trainer.stored import ChangedError
 from stackrl.runtime.transport.messages import Batch
 from stackrl.schemas.stack import Stack
 
 STACK = make_stack()
 
 
-def learner(model: Path, mesh: DeviceMesh, stack: Stack = STACK) -> Learner:
+def learner(model: Path, mesh: Meshes, stack: Stack = STACK) -> Learner:
     return Learner(stack, build(model, stack.trainer, "float32", mesh))
 
 
@@ -49,7 +50,7 @@ def equal(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_restored_learner_goes_on_exactly(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_restored_learner_goes_on_exactly(model: Path, mesh: Meshes, tmp_path: Path) -> None:
     first = learner(model, mesh)
     for index in range(4):
         first.apply(batch(index))
@@ -67,7 +68,7 @@ def test_a_restored_learner_goes_on_exactly(model: Path, mesh: DeviceMesh, tmp_p
 
 
 def test_the_optimizers_settings_are_the_stacks_and_its_moments_the_checkpoints(
-    model: Path, mesh: DeviceMesh, tmp_path: Path
+    model: Path, mesh: Meshes, tmp_path: Path
 ) -> None:
     first = learner(model, mesh)
     for index in range(4):
@@ -87,7 +88,7 @@ def test_the_optimizers_settings_are_the_stacks_and_its_moments_the_checkpoints(
     assert not equal(weights(first), weights(second)), "the step is taken with the settings of the stack"
 
 
-def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: Meshes, tmp_path: Path) -> None:
     """Going on from a checkpoint at the end of a stage equals going on without one."""
     first = learner(model, mesh)
     first.apply(batch(0))
@@ -103,20 +104,20 @@ def test_every_stage_starts_a_fresh_optimizer(model: Path, mesh: DeviceMesh, tmp
     assert second.apply(batch(2)) == went_on
 
 
-def test_rates_follow_the_schedule_of_the_stage(model: Path, mesh: DeviceMesh) -> None:
+def test_rates_follow_the_schedule_of_the_stage(model: Path, mesh: Meshes) -> None:
     trained = learner(model, mesh)
     rates = [trained.apply(batch(index)).metrics["learning_rate"] for index in range(6)]
     assert rates[:5] == [0.0005, 0.001, 0.0005, 0.001, 0.001]
     assert 0 < rates[5] < 0.001
 
 
-def test_demonstrations_are_not_compared_with_an_engine(model: Path, mesh: DeviceMesh) -> None:
+def test_demonstrations_are_not_compared_with_an_engine(model: Path, mesh: Meshes) -> None:
     trained = learner(model, mesh)
     supervised, rl = trained.apply(batch(1)).metrics, trained.apply(batch(2)).metrics
     assert rl.keys() - supervised.keys() == {"mismatch_kl", "capped", "ratio_max"}
 
 
-def test_a_second_save_replaces_an_unfinished_one(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_a_second_save_replaces_an_unfinished_one(model: Path, mesh: Meshes, tmp_path: Path) -> None:
     (tmp_path / "trainer").mkdir()
     (tmp_path / "trainer" / "__9_0.distcp").write_bytes(b"of more ranks")
     trained = learner(model, mesh)
@@ -141,7 +142,7 @@ class Held:
 
 
 def test_what_is_saved_is_of_the_moment_and_training_goes_on_meanwhile(
-    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, mesh: Meshes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, done = learner(model, mesh), threading.Event()
     for index in range(3):
@@ -164,7 +165,7 @@ def test_what_is_saved_is_of_the_moment_and_training_goes_on_meanwhile(
 
 
 def test_a_second_save_waits_for_the_first(
-    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, mesh: Meshes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained, finished = learner(model, mesh), []
     trained.apply(batch(0))
@@ -180,7 +181,7 @@ def test_a_second_save_waits_for_the_first(
 
 
 def test_the_limit_of_writing_names_rank_and_checkpoint(
-    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, mesh: Meshes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trained = learner(model, mesh)
     trained.apply(batch(0))
@@ -194,7 +195,7 @@ def test_the_limit_of_writing_names_rank_and_checkpoint(
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_an_error_of_the_writer_is_raised_with_its_place(
-    model: Path, mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, mesh: Meshes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def full(*_: object, **__: object) -> None:
         raise OSError(28, "No space left on device")
@@ -208,7 +209,7 @@ def test_an_error_of_the_writer_is_raised_with_its_place(
     assert not done.is_set() and not (tmp_path / "step-000001/trainer").exists()
 
 
-def test_random_states_are_those_of_the_moment(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_random_states_are_those_of_the_moment(model: Path, mesh: Meshes, tmp_path: Path) -> None:
     trained = learner(model, mesh)
     trained.apply(batch(0))
     torch.manual_seed(11)
@@ -219,7 +220,7 @@ def test_random_states_are_those_of_the_moment(model: Path, mesh: DeviceMesh, tm
     assert torch.equal(torch.rand(3), drawn)
 
 
-def test_files_that_cannot_be_read_are_named(model: Path, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_files_that_cannot_be_read_are_named(model: Path, mesh: Meshes, tmp_path: Path) -> None:
     trained = learner(model, mesh)
     trained.apply(batch(0))
     save(trained, tmp_path)
@@ -230,3 +231,53 @@ def test_files_that_cannot_be_read_are_named(model: Path, mesh: DeviceMesh, tmp_
     (tmp_path / "trainer/.metadata").write_bytes(b"")
     with pytest.raises(CheckpointError, match=f"{tmp_path}/trainer cannot be read"):
         trained.restore(tmp_path)
+
+
+def with_optimizer(**changes: object) -> Stack:
+    return make_stack(trainer={"optimizer": {"learning_rate": 1e-3} | changes})
+
+
+OTHERS = {
+    "adamw": {"type": "adamw"},
+    "muon": {"type": "muon"},
+    "sgd": {"type": "sgd"},
+    "signsgd, or of sgd without momentum": {"type": "signsgd"},
+}
+
+
+@pytest.mark.parametrize("before", OTHERS)
+def test_a_checkpoint_of_another_optimizer_says_what_to_type(
+    model: Path, mesh: Meshes, tmp_path: Path, before: str
+) -> None:
+    trained = learner(model, mesh, with_optimizer(**OTHERS[before]))
+    trained.apply(batch(0))
+    save(trained, tmp_path)
+    weights_then = weights(trained)
+    again = learner(model, mesh, with_optimizer(**OTHERS[before]))
+    again.restore(tmp_path)
+    assert equal(weights(again), weights_then)
+    typed = f"`--set trainer.optimizer.type={before}`" if before.isalpha() else "trainer.optimizer "
+    for now in OTHERS.keys() - {before}:
+        other = learner(model, mesh, with_optimizer(**OTHERS[now]))
+        words = (
+            f"holds the optimizer state of {before}, and the stack asks for {now}: put it back with {typed}"
+        )
+        with pytest.raises(ChangedError, match=f"{tmp_path}/trainer {words}"):
+            other.restore(tmp_path)
+
+
+def test_a_checkpoint_of_other_parameters_is_named(model: Path, mesh: Meshes, tmp_path: Path) -> None:
+    trained = learner(model, mesh)
+    trained.apply(batch(0))
+    save(trained, tmp_path)
+    frozen = learner(model, mesh)
+    frozen.model.model.norm.weight.requires_grad_(False)
+    with pytest.raises(ChangedError, match=r"other parameters than are trained now, such as model\.norm"):
+        frozen.restore(tmp_path)
+    adapted = learner(model, mesh, make_stack(trainer={"lora": {"rank": 4}}))
+    with pytest.raises(ChangedError, match=r"has no adapters: trainer\.lora was changed since"):
+        adapted.restore(tmp_path)
+    adapted.apply(batch(0))
+    save(adapted, tmp_path / "adapted")
+    with pytest.raises(ChangedError, match=r"has adapters: trainer\.lora was changed since"):
+        learner(model, mesh).restore(tmp_path / "adapted")

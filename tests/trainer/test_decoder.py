@@ -9,6 +9,7 @@ import pytest
 import torch
 from tiny_models import BYTES, tiny_config, tiny_model
 
+from stackrl.runtime.trainer.activations import keep_less
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.documents import layout
 from stackrl.runtime.trainer.models.families import FAMILIES, ModelError, shape_of
@@ -75,11 +76,12 @@ def test_logits_equal_transformers(config) -> None:
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_logprobs_and_gradients_equal_transformers(config, recompute: bool) -> None:
     model = reference(config)
-    decoder = ours(config, model, head_chunk=16, recompute=recompute)
+    decoder = ours(config, model, head_chunk=16)
+    keep_less(decoder, "full" if recompute else "none", offloading=False)
     tokens, starts = torch.cat(documents()), np.cumsum(LENGTHS) - LENGTHS
     chosen = torch.tensor([i for i in range(sum(LENGTHS)) if i not in starts and i % 3])
     temperatures = torch.full((len(chosen),), 0.7)
-    logprobs, _ = decoder(tokens, layout(np.array(LENGTHS)), chosen, temperatures)
+    logprobs, _ = decoder(tokens, layout(np.array(LENGTHS)), chosen - 1, tokens[chosen], temperatures)
     logprobs.mean().backward()
 
     distribution = torch.log_softmax(torch.cat(padded_logits(model)) / 0.7, dim=-1)

@@ -45,5 +45,5 @@ def test_padding_stays_below_half_whatever_the_mix() -> None:
     rng = np.random.default_rng(0)
     for _ in range(50):
         lengths = np.ceil(rng.lognormal(4, 1.5, rng.integers(1, 200))).astype(int)
-        padded = sum(block.numel() for block in layout(lengths).blocks)
+        padded = sum(block.queries.numel() for block in layout(lengths).blocks)
         assert lengths.sum() <= padded < 2 * lengths.sum()

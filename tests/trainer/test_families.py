@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from tiny_models import BYTES, tiny_config, tiny_model
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from stackrl.runtime.trainer.activations import keep_less
 from stackrl.runtime.trainer.models import folder, latent
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.documents import layout
@@ -89,14 +90,17 @@ def packed_logits(decoder: Decoder) -> torch.Tensor:
 @pytest.mark.parametrize("config", CASES.values(), ids=CASES)
 def test_logits_and_gradients_equal_transformers(tmp_path: Path, config, recompute: bool) -> None:
     model = reference(config, tmp_path)
-    decoder = ours(tmp_path, head_chunk=16, recompute=recompute)
+    decoder = ours(tmp_path, head_chunk=16)
+    keep_less(decoder, "full" if recompute else "none", offloading=False)
     expected_logits = logits_alone(model)
     with torch.no_grad():
         torch.testing.assert_close(packed_logits(decoder), expected_logits, rtol=0, atol=1e-5)
 
     tokens, starts = torch.cat(documents()), np.cumsum(LENGTHS) - LENGTHS
     chosen = torch.tensor([i for i in range(sum(LENGTHS)) if i not in starts and i % 3])
-    logprobs, _ = decoder(tokens, layout(np.array(LENGTHS)), chosen, torch.full((len(chosen),), 0.7))
+    logprobs, _ = decoder(
+        tokens, layout(np.array(LENGTHS)), chosen - 1, tokens[chosen], torch.full((len(chosen),), 0.7)
+    )
     logprobs.mean().backward()
     expected = torch.log_softmax(expected_logits / 0.7, dim=-1)[chosen - 1, tokens[chosen]]
     expected.mean().backward()

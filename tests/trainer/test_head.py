@@ -7,6 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from stackrl.runtime.trainer import head
 from stackrl.runtime.trainer.head import token_logprobs
 
 TOKENS, HIDDEN, VOCABULARY = 37, 16, 101
@@ -30,11 +31,17 @@ def by_hand(hidden, weight, targets, temperatures):
     return chosen, -(distribution * distribution.log()).sum(-1)
 
 
+@pytest.fixture(params=[1 << 20, 3 * VOCABULARY], ids=["all rows at once", "three rows at once"])
+def _at_once(request, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(head.AT_ONCE, "cpu", request.param)
+
+
 def relative(got: torch.Tensor, expected: torch.Tensor) -> float:
     got, expected = got.detach().double(), expected.detach().double()
     return float((got - expected).norm() / expected.norm())
 
 
+@pytest.mark.usefixtures("_at_once")
 @pytest.mark.parametrize("chunk", [1, 8, 37, 1024])
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-6), (torch.float64, 1e-12)])
 def test_values_and_gradients_equal_float64_by_hand(chunk: int, dtype: torch.dtype, tolerance: float) -> None:
@@ -51,6 +58,21 @@ def test_values_and_gradients_equal_float64_by_hand(chunk: int, dtype: torch.dty
     assert relative(hidden.grad, exact_hidden.grad) <= tolerance
     assert relative(weight.grad, exact_weight.grad) <= tolerance
     assert not entropies.requires_grad
+
+
+@pytest.mark.parametrize("emulates", [False, True])
+def test_bfloat16_rounds_products_alone(emulates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(head, "emulated", lambda device, dtype: emulates and dtype == torch.bfloat16)
+    hidden, weight, targets, temperatures, pull = inputs(torch.bfloat16)
+    temperatures, pull = temperatures.float(), pull.float()
+    logprobs, entropies = token_logprobs(hidden, weight, targets, temperatures, 8)
+    (logprobs * pull).sum().backward()
+    exact_hidden, exact_weight = (t.detach().double().requires_grad_() for t in (hidden, weight))
+    exact, exact_entropies = by_hand(exact_hidden, exact_weight, targets, temperatures)
+    (exact * pull.double()).sum().backward()
+    assert logprobs.dtype == torch.float32 and weight.grad.dtype == torch.bfloat16
+    assert max(relative(logprobs, exact), relative(entropies, exact_entropies)) <= 2e-3
+    assert max(relative(hidden.grad, exact_hidden.grad), relative(weight.grad, exact_weight.grad)) <= 5e-3
 
 
 def test_large_logits_stay_finite() -> None:

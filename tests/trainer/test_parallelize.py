@@ -37,7 +37,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 def test_each_layer_and_its_experts_are_units(mesh, models) -> None:
-    decoder = build(models["qwen3-moe"], Trainer(), "float32", mesh)
+    decoder = build(models["qwen3-moe"], Trainer(), "bfloat16", mesh)
     units = {name for name, module in decoder.named_modules() if isinstance(module, FSDPModule)}
     layers = {f"model.layers.{number}" for number in range(2)}
     assert units == {""} | layers | {f"{layer}.mlp.experts" for layer in layers}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -136,6 +137,32 @@ def test_an_incomplete_folder_is_refused_and_leaves_nothing(tmp_path: Path, dama
     with pytest.raises(ModelError, match=complaint):
         prepared(tmp_path / "b", {"id": str(source.model)})
     assert not (tmp_path / "b" / "model").exists()
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(tmp_path: Path) -> None:
+    source = prepared(tmp_path / "a", random())
+    tokenizer = AutoTokenizer.from_pretrained(source.model)
+    tokenizer.add_tokens(["<call>", "<answer>"])
+    tokenizer.save_pretrained(source.model)
+    last = max(tokenizer.get_vocab().values())
+    assert last < 264
+    prepared(tmp_path / "fewer", {"id": str(source.model)})
+    tokenizer.add_tokens([f"<more-{number}>" for number in range(264 - last)])
+    tokenizer.save_pretrained(source.model)
+    complaint = f"'<more-{263 - last}>' with the number 264, .* has rows for 264 .*embeddings\\(265\\)"
+    with pytest.raises(ModelError, match=complaint):
+        prepared(tmp_path / "b", {"id": str(source.model)})
+    assert not (tmp_path / "b" / "model").exists()
+
+
+def test_a_family_of_transformers_alone_is_linked_too(tmp_path: Path) -> None:
+    source = prepared(tmp_path / "a", random())
+    config = json.loads((source.model / "config.json").read_text())
+    (source.model / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
+    prepared(tmp_path / "b", {"id": str(source.model)})
+    (source.model / "config.json").write_text(json.dumps(config | {"model_type": "qwen9"}))
+    with pytest.raises(ModelError, match=r"neither the trainer nor transformers .* language model 'qwen9'"):
+        prepared(tmp_path / "c", {"id": str(source.model)})
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 from newest_weights import newest_version
-from torch.distributed.device_mesh import DeviceMesh
 from trainer_runs import (
     LIMIT,
     TOKEN,
@@ -31,6 +30,7 @@ from stackrl.runtime.run import RunFolder, State
 from stackrl.runtime.trainer.checkpoint import stored_progress
 from stackrl.runtime.trainer.learner import Learner
 from stackrl.runtime.trainer.ledger import read_ledger
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.models.prepare import prepare
 from stackrl.runtime.trainer.parallelize import build
 from stackrl.runtime.transport.batches import BatchServer
@@ -101,9 +101,7 @@ def test_a_run_publishes_after_warmup_and_each_rl_step_and_leaves_its_model(tmp_
     assert AutoTokenizer.from_pretrained(run.final).chat_template
 
 
-def test_resumed_on_fewer_and_more_ranks_and_past_a_damaged_checkpoint(
-    tmp_path: Path, mesh: DeviceMesh
-) -> None:
+def test_resumed_on_fewer_and_more_ranks_and_past_a_damaged_checkpoint(tmp_path: Path, mesh: Meshes) -> None:
     run = new_run(tmp_path / "run")
     stack = run.stack()
     straight = Learner(stack, build(run.model, stack.trainer, "float32", mesh))

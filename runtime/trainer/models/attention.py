@@ -16,6 +16,7 @@ class Attention(nn.Module):
     def __init__(self, shape: GroupedAttention, hidden: int, epsilon: float) -> None:
         super().__init__()
         self.head_size, self.norm = shape.head_size, shape.norm
+        self.attend = attend
         queries, keys = shape.heads * shape.head_size, shape.key_value_heads * shape.head_size
         self.q_proj = nn.Linear(hidden, queries, bias=shape.bias)
         self.k_proj = nn.Linear(hidden, keys, bias=shape.bias)
@@ -33,5 +34,5 @@ class Attention(nn.Module):
         query, key, value = (part.unflatten(-1, (-1, self.head_size)) for part in (query, key, value))
         if self.norm == "head":
             query, key = self.q_norm(query), self.k_norm(key)
-        mixed = attend(rotate(query, turn), rotate(key, turn), value, documents)
+        mixed = self.attend(rotate(query, turn), rotate(key, turn), value, documents)
         return self.o_proj(mixed.flatten(1))

@@ -6,10 +6,9 @@ families (families/) make; what its files call the parameters, in names.py.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
+from stackrl.runtime.trainer.context import Context
 from stackrl.runtime.trainer.head import token_logprobs
 from stackrl.runtime.trainer.models import shape as shapes
 from stackrl.runtime.trainer.models.attention import Attention
@@ -24,13 +23,18 @@ from stackrl.runtime.trainer.models.shape import Shape
 class Decoder(nn.Module):
     """The whole model: a body that makes hidden states, and a head that scores chosen tokens."""
 
-    def __init__(self, shape: Shape, *, head_chunk: int = 1024, recompute: bool = False) -> None:
-        """``head_chunk``: tokens per chunk of the head; ``recompute``: layers keep no activations."""
+    def __init__(self, shape: Shape, *, head_chunk: int = 512) -> None:
+        """``head_chunk``: tokens per chunk of the head."""
         super().__init__()
         self.names = shape.names
         self.head_chunk = head_chunk
-        self.model = Body(shape, recompute)
+        self.context = Context()
+        self.model = Body(shape)
         self.lm_head = None if shape.tied else nn.Linear(shape.hidden, shape.vocabulary, bias=False)
+
+    @property
+    def layers(self) -> nn.ModuleList:
+        return self.model.layers
 
     @property
     def head_weight(self) -> Tensor:
@@ -38,19 +42,24 @@ class Decoder(nn.Module):
         return self.model.embed_tokens.weight if self.lm_head is None else self.lm_head.weight
 
     def forward(
-        self, tokens: Tensor, documents: Documents, chosen: Tensor, temperatures: Tensor
+        self,
+        tokens: Tensor,
+        documents: Documents,
+        predictors: Tensor,
+        targets: Tensor,
+        temperatures: Tensor,
     ) -> tuple[Tensor, Tensor]:
-        """Logprob and entropy, float32 [N], of the distribution that each of N chosen tokens came from.
+        """Logprob and entropy, float32 [N], of the distribution that each of N target tokens came from.
 
-        ``tokens`` int64 [T]; ``chosen`` int64 [N], indices of tokens that are not their document's first;
-        ``temperatures`` float32 [N]. The entropy carries no gradient. Head and body share this one forward
-        because sharded parameters are whole only inside it.
+        ``tokens`` int64 [t], those that are here; ``targets`` int64 [N], and ``predictors`` int64 [N], the
+        places of the tokens before them; ``temperatures`` float32 [N]. The entropy carries no gradient. Head
+        and body share this one forward because sharded parameters are whole only inside it.
         """
         hidden = self.model(tokens, documents)
         return token_logprobs(
-            hidden.index_select(0, chosen - 1),
+            hidden.index_select(0, predictors),
             self.head_weight,
-            tokens.index_select(0, chosen),
+            targets,
             temperatures,
             self.head_chunk,
         )
@@ -59,11 +68,11 @@ class Decoder(nn.Module):
 class Body(nn.Module):
     """Everything below the head: tokens int64 [T] → hidden states [T, H]."""
 
-    def __init__(self, shape: Shape, recompute: bool) -> None:
+    def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.rope = shape.rope
         self.embed_tokens = nn.Embedding(shape.vocabulary, shape.hidden)
-        self.layers = nn.ModuleList(Layer(layer, shape, recompute) for layer in shape.layers)
+        self.layers = nn.ModuleList(Layer(layer, shape) for layer in shape.layers)
         self.norm = Norm(shape.hidden, shape.epsilon)
 
     def forward(self, tokens: Tensor, documents: Documents) -> Tensor:
@@ -78,9 +87,8 @@ class Body(nn.Module):
 class Layer(nn.Module):
     """Attention and MLP, each behind a norm and beside a residual."""
 
-    def __init__(self, layer: shapes.Layer, shape: Shape, recompute: bool) -> None:
+    def __init__(self, layer: shapes.Layer, shape: Shape) -> None:
         super().__init__()
-        self.recompute = recompute
         self.input_layernorm = Norm(shape.hidden, shape.epsilon)
         self.sparse = isinstance(layer.attention, shapes.LatentAttention)
         if self.sparse:
@@ -95,13 +103,6 @@ class Layer(nn.Module):
         self, states: Tensor, turn: Rotation, documents: Documents, choice: Choice | None
     ) -> tuple[Tensor, Choice | None]:
         """``choice``: the tokens that sparse attention of the layer before chose; this one's is returned."""
-        if self.recompute and torch.is_grad_enabled():
-            return checkpoint(self._forward, states, turn, documents, choice, use_reentrant=False)
-        return self._forward(states, turn, documents, choice)
-
-    def _forward(
-        self, states: Tensor, turn: Rotation, documents: Documents, choice: Choice | None
-    ) -> tuple[Tensor, Choice | None]:
         mixed = self.input_layernorm(states)
         if self.sparse:
             mixed, choice = self.self_attn(mixed, turn, documents, choice)

@@ -5,9 +5,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -18,12 +19,14 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from stackrl.runtime.run import write_durably
 from stackrl.runtime.trainer.models.decoder import Decoder
-from stackrl.runtime.trainer.models.names import Piece, pieces
+from stackrl.runtime.trainer.models.names import Piece, is_adapter, pieces
 from stackrl.runtime.trainer.models.shape import ModelError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 SHARD_BYTES = 4 << 30
+WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack")
+"""Ends of files that hold weights; some published folders have them in several formats."""
 
 
 @torch.no_grad()
@@ -35,6 +38,7 @@ def load(model: Decoder, folder: Path) -> None:
     wanted = [
         (tensor, piece)
         for name, tensor in model.state_dict().items()
+        if not is_adapter(name)
         for piece in pieces(name, tensor.shape, model.names)
     ]
     with _open(folder) as (files, places):
@@ -45,7 +49,7 @@ def load(model: Decoder, folder: Path) -> None:
             model.names.ignored,
         )
         for tensor, piece in wanted:
-            _fill(tensor, piece, files[places[piece.name]])
+            fill(tensor, piece, lambda piece: files[places[piece.name]].get_slice(piece.name))
 
 
 def save(tensors: Iterable[tuple[str, Tensor]], folder: Path) -> None:
@@ -76,12 +80,40 @@ def export(tensors: Iterable[tuple[str, Tensor]], source: Path, target: Path, dt
     """Write ``tensors`` to ``target`` with the config, tokenizer and templates of ``source``, all at once."""
     with replacing(target) as folder:
         for file in source.iterdir():
-            if file.is_file() and file.suffix != ".safetensors" and file.name != INDEX:
+            if file.is_file() and file.suffix not in WEIGHTS and file.name != INDEX:
                 shutil.copyfile(file, folder / file.name)
         config = json.loads((source / "config.json").read_bytes())
         config.pop("torch_dtype", None)
         (folder / "config.json").write_text(json.dumps(config | {"dtype": dtype}, indent=2))
         save(tensors, folder)
+
+
+def fill(tensor: Tensor, piece: Piece, read: Callable[[Piece], Any]) -> None:
+    """Copy ``piece`` into ``tensor``, or as much of it as lies in this rank's part.
+
+    ``read`` gives something that can be cut as the whole piece can; it is not called where nothing is copied.
+    """
+    local, offset = held(tensor)
+    # in the dimensions of the whole tensor: from where to where both the piece and this rank's part reach
+    begin = [max(b, o) for b, o in zip(piece.begin, offset, strict=True)]
+    end = [
+        min(b + size, o + length)
+        for b, size, o, length in zip(piece.begin, piece.size, offset, local.shape, strict=True)
+    ]
+    if any(e <= b for b, e in zip(begin, end, strict=True)):
+        return
+    source = tuple(slice(b - p, e - p) for b, e, p in zip(begin, end, piece.begin, strict=True))
+    target = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offset, strict=True))
+    part = read(piece)[source[piece.stacked :]]
+    local[target].copy_(part[None] if piece.stacked else part)
+
+
+def held(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
+    """This rank's part of ``tensor``, and where it begins in the whole."""
+    if not isinstance(tensor, DTensor):
+        return tensor, (0,) * tensor.ndim
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return tensor.to_local(), offset
 
 
 @contextmanager
@@ -120,26 +152,6 @@ def _open(folder: Path):
         except (OSError, SafetensorError) as error:
             raise ModelError(f"the weights in {folder} cannot be read: {error}") from error
         yield files, {name: path for path, file in files.items() for name in file.keys()}  # noqa: SIM118
-
-
-def _fill(tensor: Tensor, piece: Piece, file: safe_open) -> None:
-    """Copy ``piece`` from ``file`` into ``tensor``, or as much of it as lies in this rank's part."""
-    local, offset = tensor, (0,) * tensor.ndim
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    # in the dimensions of the whole tensor: from where to where both the piece and this rank's part reach
-    begin = [max(b, o) for b, o in zip(piece.begin, offset, strict=True)]
-    end = [
-        min(b + size, o + held)
-        for b, size, o, held in zip(piece.begin, piece.size, offset, local.shape, strict=True)
-    ]
-    if any(e <= b for b, e in zip(begin, end, strict=True)):
-        return
-    source = tuple(slice(b - p, e - p) for b, e, p in zip(begin, end, piece.begin, strict=True))
-    target = tuple(slice(b - o, e - o) for b, e, o in zip(begin, end, offset, strict=True))
-    part = file.get_slice(piece.name)[source[piece.stacked :]]
-    local[target].copy_(part[None] if piece.stacked else part)
 
 
 def _compare(

@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
 from stackrl.runtime.trainer.models import shape as shapes
+from stackrl.runtime.trainer.models.emulation import emulated
+
+if TYPE_CHECKING:
+    from stackrl.runtime.trainer.expert_parallel import Exchange
 
 
 class Mlp(nn.Module):
@@ -29,6 +37,8 @@ class Mixture(nn.Module):
         super().__init__()
         self.gate = Router(shape, hidden)
         self.experts = Experts(shape, hidden)
+        self.exchange: Exchange | None = None
+        """Where other ranks hold some of the experts: the way to them."""
         self.shared_experts = Mlp(shapes.Mlp(shape.shared), hidden) if shape.shared else None
 
     def forward(self, states: Tensor) -> Tensor:
@@ -41,8 +51,42 @@ class Mixture(nn.Module):
         """What each token's experts make of it: ``states`` [T, H], ``chosen`` int64 [T, k] → [T, k, H]."""
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=self.gate.number)
-        results = self.experts(states.index_select(0, order // chosen.shape[1]), counts)
+        rows = states.index_select(0, order // chosen.shape[1])
+        if self.exchange is None:
+            results = self.experts(rows, counts)
+        else:
+            results = self.exchange.through(self.experts, rows, counts)
         return results.index_select(0, order.argsort()).unflatten(0, chosen.shape)
+
+
+@dataclass
+class Traffic:
+    """What a router is given, and what is seen of it, while one micro-batch of T tokens passes.
+
+    What is seen is set, not added up: a layer that is computed again in the backward pass says it again.
+    """
+
+    counted: Tensor
+    """bool [T]: tokens that are looked at; the others are padding."""
+    given: Tensor | None = None
+    """int8 or int16 [T, k]: experts to take in place of the router's choice, which stands where one is -1."""
+    load: Tensor | None = None
+    """int64 [E]: how many of the tokens went through each expert."""
+    confidence: Tensor | None = None
+    """float64 []: sum over the tokens of the share that their experts have of all scores."""
+
+    def replayed(self, chosen: Tensor) -> Tensor:
+        """``chosen`` int64 [T, k] with the experts that are given."""
+        if self.given is None:
+            return chosen
+        return torch.where((self.given < 0).any(1, keepdim=True), chosen, self.given.long())
+
+    def note(self, scores: Tensor, chosen: Tensor) -> None:
+        """Look at ``scores`` float32 [T, E] and at the experts ``chosen`` by them, or given."""
+        tokens = self.counted[:, None].expand_as(chosen).flatten().long()
+        self.load = tokens.new_zeros(scores.shape[1]).scatter_add_(0, chosen.flatten(), tokens)
+        shares = scores.gather(1, chosen).sum(1) / scores.sum(1)
+        self.confidence = shares.where(self.counted, 0).sum(dtype=torch.float64)
 
 
 class Router(nn.Module):
@@ -55,6 +99,8 @@ class Router(nn.Module):
         # float32 whatever the model's type: rounded, it would choose other experts than the engine does
         bias = torch.zeros(shape.number, dtype=torch.float32) if shape.corrected else None
         self.register_buffer("e_score_correction_bias", bias)
+        self.traffic: Traffic | None = None
+        """Of the micro-batch that passes; set from outside, where it is looked at."""
 
     def forward(self, states: Tensor) -> tuple[Tensor, Tensor]:
         """[T, H] → weights float32 [T, k] and experts int64 [T, k]."""
@@ -63,6 +109,9 @@ class Router(nn.Module):
         else:
             scores = F.linear(states.float(), self.weight.float()).sigmoid()
         chosen = self.choose(scores.detach())
+        if self.traffic is not None:
+            chosen = self.traffic.replayed(chosen)
+            self.traffic.note(scores.detach(), chosen)
         weights = scores.gather(1, chosen)
         if self.shape.normalized:
             weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
@@ -92,9 +141,20 @@ class Experts(nn.Module):
 
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """``rows`` [N, H], those of the first expert first; ``counts`` int64 [E], which sum to N → [N, H]."""
-        product = grouped_product if groupable(self.gate_up_proj, self.down_proj) else looped_product
-        gate, up = product(rows, self.gate_up_proj, counts).chunk(2, dim=-1)
-        return product(F.silu(gate) * up, self.down_proj, counts)
+        gate, up = self.through("gate_up_proj", rows, counts).chunk(2, dim=-1)
+        return self.through("down_proj", F.silu(gate) * up, counts)
+
+    def through(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
+        """``rows`` [N, in] through the matrices ``name`` of their experts → [N, out]."""
+        return product(rows, getattr(self, name), counts)
+
+
+def product(rows: Tensor, matrices: Tensor, counts: Tensor) -> Tensor:
+    """As `grouped_product` where that can be, else expert by expert."""
+    matrices = matrices.to_local() if isinstance(matrices, DTensor) else matrices
+    if emulated(rows.device.type, rows.dtype):
+        return product(rows.float(), matrices.float(), counts).to(rows.dtype)
+    return (grouped_product if groupable(matrices) else looped_product)(rows, matrices, counts)
 
 
 def groupable(*matrices: Tensor) -> bool:

@@ -14,6 +14,8 @@ from torch import Tensor
 from stackrl.runtime.trainer.models.shape import Names
 
 GATE_UP, DOWN = ".experts.gate_up_proj", ".experts.down_proj"
+ADAPTERS = ("lora_A", "lora_B")
+"""In the names of tensors that the files of a model do not hold (trainer/lora.py)."""
 FLOAT32 = "e_score_correction_bias"
 """The end of the names of tensors that keep this type: rounded, they would choose other experts."""
 
@@ -57,6 +59,11 @@ def pieces(name: str, shape: Sequence[int], names: Names) -> Iterator[Piece]:
             yield Piece(f"{stem}{expert}.{down}.weight", (expert, 0, 0), (1, *shape[1:]), True)
     else:
         yield Piece(renamed(name, names), (0,) * len(shape), tuple(shape), False)
+
+
+def is_adapter(name: str) -> bool:
+    """Whether ``name`` is that of an adapter's tensor."""
+    return any(word in name for word in ADAPTERS)
 
 
 def renamed(name: str, names: Names) -> str:

@@ -23,6 +23,7 @@ from stackrl.runtime.trainer.models.byte_tokenizer import VOCABULARY, byte_token
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.families import ModelError, shape_of
 from stackrl.runtime.trainer.models.mlp import Experts, Router
+from stackrl.runtime.trainer.models.model import model_of
 from stackrl.runtime.trainer.models.norm import Norm
 from stackrl.runtime.trainer.parallelize import gathered
 from stackrl.schemas.model import PackagedModel, PretrainedModel, RandomModel
@@ -79,8 +80,7 @@ def pretrained_model(source: PretrainedModel, target: Path) -> None:
         raise ModelError(
             f"{found} has no safetensors file; save the model with transformers' save_pretrained"
         )
-    shape_of(target)
-    _check_tokenizer(target, found)
+    _check(target, found)
 
 
 def packaged_model(source: PackagedModel, target: Path) -> None:
@@ -96,8 +96,7 @@ def packaged_model(source: PackagedModel, target: Path) -> None:
     vars(model.config).pop("quantization_config", None)
     model.to(getattr(torch, source.dtype)).save_pretrained(target)
     tokenizer.save_pretrained(target)
-    shape_of(target)
-    _check_tokenizer(target, gguf)
+    _check(target, gguf)
 
 
 def _config_of(source: RandomModel) -> PretrainedConfig:
@@ -158,11 +157,20 @@ def _file_in_package(source: PackagedModel) -> Path:
     )
 
 
-def _check_tokenizer(target: Path, origin: Path) -> None:
-    """A run talks in turns: the tokenizer needs a chat template and a token that ends a turn."""
+def _check(target: Path, origin: Path) -> None:
+    """A run talks in turns: the tokenizer needs a chat template, and every token a row of the embedding."""
+    with torch.device("meta"):
+        rows = len(model_of(target).head_weight)
     try:
         tokenizer = AutoTokenizer.from_pretrained(target)
     except (OSError, ValueError) as error:
         raise ModelError(f"{origin} has no tokenizer that transformers can load: {error}") from error
     if not tokenizer.chat_template:
         raise ModelError(f"the tokenizer of {origin} has no chat template; use an instruct model or add one")
+    token, last = max(tokenizer.get_vocab().items(), key=lambda entry: entry[1])
+    if last >= rows:
+        raise ModelError(
+            f"the tokenizer of {origin} has the token {token!r} with the number {last}, and the model has "
+            f"rows for {rows} (vocab_size): take the tokenizer that belongs to the model, or make rows with "
+            f"transformers' resize_token_embeddings({last + 1}) and save both"
+        )
