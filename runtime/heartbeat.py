@@ -165,8 +165,8 @@ class Listener:
     def silent(self, pids: Mapping[str, int]) -> dict[str, str]:
         """Of these processes, by name, those that are silent for too long, and in which words.
 
-        ``pids`` are their first processes; those below them beat as well. One that has not begun to beat, or is
-        on its way out, is given all the time it wants, unless it is stopped.
+        ``pids`` are their first processes; those below them beat as well. One that has not begun to beat, or
+        is on its way out, is given all the time it wants, unless it is stopped.
         """
         now = time.monotonic()
         if now - self._looked > _SUSPENDED_SECONDS:

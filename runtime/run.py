@@ -11,9 +11,11 @@ preempt           whoever makes this file says that the machine is being taken a
 logs/<attempt>/<role>.log
 model/            the first weights and the tokenizer, as a Hugging Face folder
 journal/          the orchestrator's books
+data/             rows of supervised stages as tokens (data/store.py)
 checkpoints/      unless the stack names another place
 metrics.jsonl events.jsonl
 final/            the trained model, as a Hugging Face folder
+adapter/          what LoRA has trained of it, in the format of PEFT
 """
 
 from __future__ import annotations
@@ -94,6 +96,10 @@ class RunFolder:
     @property
     def journal(self) -> Path:
         return self.path / "journal"
+
+    @property
+    def data(self) -> Path:
+        return self.path / "data"
 
     @property
     def metrics(self) -> Path:

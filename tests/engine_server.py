@@ -23,11 +23,14 @@ from stackrl.schemas.stack import Stack
 
 if TYPE_CHECKING:
     from tiny_models import Versions
+    from transformers import PreTrainedModel
 
-    from stackrl.runtime.inference.client import Engine
+    from stackrl.runtime.inference.client import Engine, Generation
 
 TOKEN = "a-token-for-tests"
 PLAIN = "qwen3"
+WIDER = {"llama": {"hidden_size": 128}}
+"""What a kind is served with: vLLM on CPUs has no attention heads of 16."""
 READY_TIMEOUT = 400.0
 """Seconds; vLLM needs over 100 on a busy machine."""
 
@@ -42,6 +45,8 @@ class RealEngine:
     versions: Versions
     """The served model in transformers, with the weights of any version."""
     log: Path
+    first_words: list[tuple[list[int], Generation]]
+    """Prompts, and what the engine said to them with the weights that it started with."""
 
 
 @pytest.fixture(scope="session")
@@ -79,9 +84,9 @@ def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
     """Run the program of an engine, as the node program does, and end it."""
     from tiny_models import Versions, tiny_config, tiny_model
 
-    model = tiny_model(tiny_config(kind))
+    model = tiny_model(tiny_config(kind, **WIDER.get(kind, {})))
     run, url = _make_run(folder)
-    model.save_pretrained(run.model)
+    _save(model, folder / "made", run.model)
     log = folder / "engine.log"
     line = [sys.executable, "-m", "stackrl.runtime.inference", str(run.path), "--engine", "0"]
     cores = str(min(os.sched_getaffinity(0)))
@@ -95,9 +100,48 @@ def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
         )
     try:
         _wait(url, process, log)
-        yield RealEngine(url, TOKEN, run, Versions(model), log)
+        yield RealEngine(url, TOKEN, run, Versions(model), log, asyncio.run(_first_words(url)))
     finally:
         _end(process)
+
+
+def _save(model: PreTrainedModel, made: Path, target: Path) -> None:
+    """As the trainer leaves a model: read from transformers' files, and written by ours."""
+    import torch
+
+    from stackrl.runtime.trainer.models import folder
+    from stackrl.runtime.trainer.models.model import model_of
+    from stackrl.runtime.trainer.parallelize import gathered
+
+    for name, buffer in model.named_buffers():
+        if name.endswith("e_score_correction_bias"):
+            buffer.normal_(0.0, 0.1)
+    model.save_pretrained(made)
+    ours = model_of(made)
+    folder.load(ours, made)
+    folder.export(gathered(ours, torch.float32), made, target, "float32")
+
+
+async def _first_words(url: str) -> list[tuple[list[int], Generation]]:
+    from stackrl.runtime.inference.client import Engine
+
+    engine, said = Engine(url, TOKEN, timeout=120), []
+    try:
+        for seed in range(4):
+            prompt = [seed, *range(40 + 10 * seed, 60 + 13 * seed)]
+            reply = await engine.generate(
+                prompt,
+                max_tokens=60,
+                temperature=1.0,
+                seed=seed,
+                salt="first",
+                stop_token_ids=[],
+                request_id=f"first-{seed}",
+            )
+            said.append((prompt, reply))
+    finally:
+        await engine.close()
+    return said
 
 
 def _make_run(folder: Path) -> tuple[RunFolder, str]:

@@ -7,6 +7,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from random import Random
 from typing import Any, TypeVar
 
+import numpy as np
+
 from stackrl.runtime.inference.client import EngineError, EngineLost, Generation, UpdateTimes
 from stackrl.runtime.transport.messages import Span, Version
 
@@ -39,6 +41,8 @@ class FakeEngine:
         """Called with each request; may raise."""
         self.fault_of_update: Callable[[Version], None] = lambda version: None
         self.closed = False
+        self.tells_routes = False
+        """See `routes_of`."""
         self._dead = asyncio.Event()
         self._going = asyncio.Event()
         self._going.set()
@@ -79,6 +83,7 @@ class FakeEngine:
         salt: str,
         stop_token_ids: Sequence[int],
         request_id: str,
+        routes_from: int = 0,
     ) -> Generation:
         request = {
             "tokens": list(tokens),
@@ -87,6 +92,7 @@ class FakeEngine:
             "seed": seed,
             "salt": salt,
             "id": request_id,
+            "routes_from": routes_from,
             "held": self.held,
         }
         assert request_id not in {earlier["id"] for earlier in self.requests}, "a request id is used twice"
@@ -134,6 +140,9 @@ class FakeEngine:
             spans=spans,
             finish_reason="stop" if answer[-1] in stop else "length",
             cached=0,
+            routes=routes_of([*request["tokens"], *answer[:-1]])[request["routes_from"] :]
+            if self.tells_routes
+            else None,
         )
 
     async def _label(self) -> Version:
@@ -170,6 +179,12 @@ class FakeEngine:
             return await work
         finally:
             work.close()
+
+
+def routes_of(tokens: Sequence[int]) -> np.ndarray:
+    """Two experts in each of three layers, by the token."""
+    routes = [[[(token + layer) % 100, token % 7 + 100] for layer in range(3)] for token in tokens]
+    return np.array(routes, "|i1")
 
 
 def refuse(request: dict) -> None:

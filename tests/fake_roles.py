@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
+from forked import Started, Starter
 
 from stackrl.runtime.processes import send
 from stackrl.runtime.run import RunFolder, all_runs, create_run
 from stackrl.schemas.stack import Stack
 
+HERE = Path(__file__).parent
 WORKS = "import time; print('working', flush=True); time.sleep(0.5)"
 SERVES = "import time; print('serving', flush=True); time.sleep(600)"
 FAILS = "import sys; print('so far so good'); sys.exit('error: the disk is full')"
@@ -98,16 +100,15 @@ def make_run(*processes: dict[str, Any], prepared: bool = True, **limits: Any) -
     return run
 
 
-def start_node(run: RunFolder, **environment: str) -> subprocess.Popen[str]:
-    """The node program of a run, in a process of its own."""
-    program = "import sys; from stackrl.runtime import node; sys.exit(node.main(sys.argv[1]))"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, str(run.path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        env={**os.environ, **environment},
-    )
+@cache
+def _starter() -> Starter:
+    return Starter(HERE, "stackrl.runtime.node")
+
+
+def start_node(run: RunFolder, *, report: bool = False, **environment: str) -> Started:
+    """The node program of a run, in a process of its own. ``report``: whether it writes one at the end."""
+    program = [str(HERE / "node_program.py"), str(run.path), *(["report"] if report else [])]
+    return _starter().start(program, {**os.environ, **environment}, tempfile.TemporaryFile("w+"))
 
 
 def wait_until(condition: Callable[[], Any], limit: float = 20.0) -> Any:

@@ -151,6 +151,8 @@ def test_schema(cli):
         (["watch", "nobody"], "stackrl launch"),
         (["ports", "nobody"], "stackrl launch"),
         (["report", "nobody"], "stackrl launch"),
+        (["export", "nobody"], "stackrl launch"),
+        (["export", "nobody", "there", "--dtype", "int8"], "how it is used: `stackrl export --help`"),
         (["diff", "nobody", "latest"], "stackrl launch"),
     ],
 )
@@ -199,6 +201,7 @@ def test_ctrl_c_is_130(cli, monkeypatch):
     assert cli("plan", "small.yaml")[0] == 130
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", [["validate"], ["show"], ["plan"]])
 def test_the_front_is_light(verb):
     done = subprocess.run(

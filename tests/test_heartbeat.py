@@ -130,11 +130,10 @@ def test_a_listener_that_was_stopped_itself_gives_new_grace(
     assert not look(11) and look(1)
 
 
+@pytest.mark.slow
 def test_one_that_takes_long_to_leave_is_not_silent(tmp_path: Path) -> None:
     """It has no threads left that could beat."""
-    leaves = (
-        "class Memory:\n    def __del__(self): time.sleep(600)\nkept = Memory()\nheartbeat.note('leaving')"
-    )
+    leaves = "class Memory:\n    def __del__(self): time.sleep(600)\nkept = Memory()"
     program = f"exec({leaves!r})"
     with process(tmp_path / "beats", program) as pid:
         listener = Listener(tmp_path / "beats", 1)
@@ -159,6 +158,7 @@ def test_the_file_of_a_process_that_ended_says_nothing(
     assert listener.beating("engine-0", os.getpid()) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("follow", "files"), [("True", 2), ("False", 1)])
 def test_forked_children_beat_where_that_is_asked_for(tmp_path: Path, follow: str, files: int) -> None:
     folder = tmp_path / "beats"

@@ -98,6 +98,7 @@ def test_the_installer_passes_on_what_pip_is_told(tmp_path):
     assert install._sources({}) == ["--torch-backend", "cpu"]
 
 
+@pytest.mark.slow
 def test_the_installer_reads_pips_own_configuration(tmp_path, monkeypatch):
     install = installer()
     file = tmp_path / "pip.conf"

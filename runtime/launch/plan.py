@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from stackrl.schemas import skypilot, split
+from stackrl.schemas.degrees import Degrees, degrees_of
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.stack import Stack
 
@@ -72,17 +73,6 @@ class Process:
 
 
 @dataclass(frozen=True)
-class Parallel:
-    """How the trainer's ranks divide the work: ranks = replicate × shard × context."""
-
-    ranks: int
-    replicate: int
-    shard: int
-    context: int
-    expert: int
-
-
-@dataclass(frozen=True)
 class Plan:
     """Everything that runs."""
 
@@ -91,7 +81,7 @@ class Plan:
     nodes: int
     gpus_per_node: int
     accelerator: str
-    parallel: Parallel
+    parallel: Degrees
     tensor_parallel: int
     processes: Sequence[Process]
 
@@ -107,15 +97,13 @@ def make_plan(loaded: LoadedStack, machine: Machine | None = None) -> Plan:
     processes = _trainer(stack, task, ranks, gpus) + _engines(stack, task, gpus) + [_orchestrator()]
     if device == "cpu":
         processes = deal_cores(processes, (machine or Machine.here()).cores)
-    parallel = stack.trainer.parallel
-    shard = ranks // (parallel.replicate * parallel.context)
     return Plan(
         name=loaded.name,
         device=device,
         nodes=skypilot.nodes(task),
         gpus_per_node=gpus,
         accelerator=accelerators,
-        parallel=Parallel(ranks, parallel.replicate, shard, parallel.context, parallel.expert),
+        parallel=degrees_of(stack, ranks),
         tensor_parallel=stack.inference.tensor_parallel,
         processes=processes,
     )
@@ -167,7 +155,7 @@ def _trainer(stack: Stack, task: split.Task, ranks: int, gpus: int) -> list[Proc
             pool="trainer",
             command=("-m", "stackrl.runtime.trainer", RUN),
             environment={"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": str(ranks)},
-            ports=("weights", "rendezvous") if rank == 0 else (),
+            ports=() if rank else ("weights", "rendezvous") if split.has_engines(stack) else ("rendezvous",),
             gpus=(rank % per_node,) if gpus else (),
         )
         for rank in range(ranks)

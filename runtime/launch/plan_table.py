@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 from stackrl.runtime.launch.plan import ENGINE, Plan, Process
+from stackrl.runtime.trainer.models.families import FAMILIES, ModelError, config_of
+from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stages import Stage
 
 _SINGLE_ROWS = 12
 """Up to so many processes have a row each; more are gathered by role and pool."""
@@ -72,26 +76,56 @@ def _divisions(plan: Plan, stack: Stack) -> list[str]:
     )
     gpus = f" of {_count(plan.tensor_parallel, 'GPU')}" if plan.device == "cuda" else ""
     shares = f", {stack.roles.inference.engine_memory} of the trainer's GPU" if _shares(stack) else ""
-    lines = [f"trainer   {trainer}", f"engines   {engines}{gpus}{shares}"]
-    for stage in stack.stages:
-        settings = settings_of(stack, stage)
-        if stage.type == "rl":
-            algorithm = settings.algorithm
-            prompts = algorithm.batch_size // algorithm.group_size
-            work = (
-                f"{prompts} prompts × {algorithm.group_size} rollouts, staleness ≤ {algorithm.max_staleness}"
-            )
-        else:
-            work = f"{stage.batch_size} demonstrations"
-        names = ", ".join(environment.name for environment in settings.environments)
-        lines.append(f"stage     {stage.name}: {stage.type}, {stage.steps} steps of {work}, from {names}")
+    lines = [f"model     {_model(stack)}", f"trainer   {trainer}"]
+    lines.append(f"engines   {engines}{gpus}{shares}" if engines else "engines   none: nothing is sampled")
+    lines += [f"stage     {stage.name}: {stage.type}, {_work(stack, stage)}" for stage in stack.stages]
     lines.append("ports     numbers are chosen at launch; every socket asks for the run's token")
     return lines
+
+
+def _model(stack: Stack) -> str:
+    """Which model, and whose code trains it, as far as that can be known without fetching it."""
+    model = stack.model
+    if isinstance(model, RandomModel):
+        return f"{model.architecture}, made at random; the trainer's own family"
+    if not isinstance(model, PretrainedModel):
+        return f"{model.file} of {model.package}"
+    folder = Path(model.id).expanduser()
+    if not folder.is_dir():
+        return f"{model.id}; its config says which family it is, and is read when it is there"
+    try:
+        family = config_of(folder)["model_type"]
+    except ModelError as error:
+        return f"{model.id}; {error}"
+    if family in FAMILIES:
+        return f"{model.id}, {family}; the trainer's own family"
+    return (
+        f"{model.id}, {family}; through the code of transformers, sharded and replicated only "
+        "(context and expert must be 1)"
+    )
+
+
+def _work(stack: Stack, stage: Stage) -> str:
+    """How many steps of what."""
+    settings = settings_of(stack, stage)
+    names = ", ".join(environment.name for environment in settings.environments)
+    if stage.type == "rl":
+        algorithm = settings.algorithm
+        prompts = algorithm.batch_size // algorithm.group_size
+        size = f"{prompts} prompts × {algorithm.group_size} rollouts, staleness ≤ {algorithm.max_staleness}"
+    elif stage.data is None:
+        size = f"{stage.batch_size} demonstrations"
+    else:
+        path = stage.data.path
+        size, names = f"{stage.batch_size} rows", path if isinstance(path, str) else ", ".join(path)
+    if stage.steps is None:
+        return f"{_count(stage.epochs or 1, 'epoch')} in steps of {size}, from {names}"
+    return f"{_count(stage.steps, 'step')} of {size}, from {names}"
 
 
 def _shares(stack: Stack) -> bool:
     return stack.roles.inference is not None and stack.roles.inference.share is not None
 
 
-def _count(number: int, word: str) -> str:
-    return f"{number} {word}{'s' * (number != 1)}"
+def _count(number: float, word: str) -> str:
+    return f"{number:g} {word}{'s' * (number != 1)}"

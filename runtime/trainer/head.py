@@ -62,7 +62,9 @@ class _Head(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = None
         if ctx.needs_input_grad[1]:  # beside adapters it is frozen
-            weight_gradient = torch.zeros_like(weight, dtype=_wide(weight.dtype))
+            weight_gradient = torch.empty_like(weight, dtype=_wide(weight.dtype))
+        if not ctx.chunks:
+            weight_gradient.zero_()
         for part in reversed(ctx.chunks):
             logits = memory[: part.stop - part.start]
             if part.stop < len(hidden):
@@ -74,7 +76,7 @@ class _Head(torch.autograd.Function):
                 logits[rows.start - part.start : rows.stop - part.start] = scores
             _multiply(logits, weight, hidden_gradient[part])
             if weight_gradient is not None:
-                _add_product(logits.T, hidden[part], weight_gradient)
+                _add_product(logits.T, hidden[part], weight_gradient, first=part is ctx.chunks[-1])
         weight_gradient = None if weight_gradient is None else weight_gradient.to(weight.dtype)
         return hidden_gradient, weight_gradient, None, None, None
 
@@ -100,12 +102,14 @@ def _multiply(left: Tensor, right: Tensor, out: Tensor) -> None:
         torch.mm(left, right, out=out)
 
 
-def _add_product(left: Tensor, right: Tensor, total: Tensor) -> None:
-    """Add ``left`` @ ``right`` to ``total``, which may be wider."""
+def _add_product(left: Tensor, right: Tensor, total: Tensor, *, first: bool) -> None:
+    """Add ``left`` @ ``right`` to ``total``, which may be wider, and has no value yet at the ``first``."""
     if emulated(left.device.type, left.dtype):
-        total.addmm_(left.float(), right.float())
-    elif left.dtype == total.dtype:
-        total.addmm_(left, right)
+        left, right = left.float(), right.float()
+    if left.dtype == total.dtype:
+        total.addmm_(left, right, beta=0 if first else 1)
+    elif first:
+        total.copy_(left @ right)
     else:
         total += left @ right
 

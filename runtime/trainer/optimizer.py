@@ -96,8 +96,8 @@ def clip(parameters: Iterable[nn.Parameter], norm: float, limit: float) -> None:
 def all_finite(parameters: Iterable[nn.Parameter]) -> bool:
     """Whether every weight is finite, on all ranks; the same answer on each.
 
-    A shard's smallest or largest value is infinite or no number where one of its weights is: one pass over the
-    weights without a copy of them, and no sum that could overflow where they are merely large.
+    A shard's smallest or largest value is infinite or no number where one of its weights is: one pass over
+    the weights without a copy of them, and no sum that could overflow where they are merely large.
     """
     shards = [_local(parameter.detach()) for parameter in parameters]
     bounds = [bound for shard in shards if shard.numel() for bound in torch.aminmax(shard)]

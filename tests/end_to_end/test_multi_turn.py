@@ -184,5 +184,5 @@ def distance(engine: RealEngine, number: int, samples: Sequence[Sample]) -> floa
     model = Decoder(shape_of(engine.run.model))
     model.load_state_dict(dict(engine.versions.tensors(number)))
     micro = prepare(micro_batch(samples, document_names(samples)), torch.device("cpu"))
-    logprobs, _ = model(micro.tokens, micro.layout, micro.chosen, micro.temperatures)
+    logprobs, _ = model(micro.tokens, micro.layout, micro.predictors, micro.targets, micro.temperatures)
     return float((logprobs - micro.engine_logprobs).abs().max())

@@ -22,6 +22,7 @@ from stackrl.runtime import checkpoints
 from stackrl.runtime.inference.client import Generation
 from stackrl.runtime.orchestrator.loop import orchestrate
 from stackrl.runtime.run import RunFolder
+from stackrl.runtime.trainer.ledger import read_ledger
 from stackrl.runtime.trainer.models.prepare import prepare
 from stackrl.schemas.stack import Stack
 
@@ -32,12 +33,13 @@ SUPERVISED, EVERY, STEPS = 2, 3, 9
 """Optimizer steps: supervised ones, from checkpoint to checkpoint, all."""
 
 
-def stack(ranks: int) -> Stack:
+def stack(ranks: int, context: int) -> Stack:
     """Small batches, micro-batches that take several of them, and a rate that changes at every step."""
     return make_stack(
         roles={"trainer": {"processes": ranks}, "inference": {"processes": 1}},
         trainer={
             "sequence_length": 128,
+            "parallel": {"context": context},
             "optimizer": {"learning_rate": 1e-3, "warmup_steps": 2, "schedule": {"type": "linear"}},
         },
         inference={"max_model_length": 128},
@@ -79,13 +81,13 @@ class Life:
     records: dict[int, dict[str, Any]]
 
 
-def live(path: Path, ranks: int, *, until: int | None = None) -> Life:
-    """An attempt of the run in ``path`` with ``ranks`` trainer processes.
+def live(path: Path, ranks: int, *, context: int = 1, until: int | None = None) -> Life:
+    """An attempt of the run in ``path`` with ``ranks`` trainer processes, ``context`` of which share a batch.
 
     It goes to the end, or is stopped when the checkpoint at ``until`` is complete and a step beyond it taken.
     """
     incarnation = RunFolder(path).state().incarnation + 1 if path.exists() else 1
-    run = make_run(path, stack(ranks), incarnation)
+    run = make_run(path, stack(ranks, context), incarnation)
     prepare(run)
     before = len(lines(run.metrics)) if run.metrics.exists() else 0
     engine = FixedReplies()
@@ -126,15 +128,18 @@ def _small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", 8)
 
 
-def test_from_one_rank_to_two_and_back(tmp_path: Path) -> None:
+def test_from_one_rank_to_two_that_share_batches_to_two_that_do_not(tmp_path: Path) -> None:
     unbroken = live(tmp_path / "unbroken", 1)
     live(tmp_path / "broken", 1, until=3)
-    on_two = live(tmp_path / "broken", 2, until=6)
-    on_one = live(tmp_path / "broken", 1)
+    sharing = live(tmp_path / "broken", 2, context=2, until=6)
+    apart = live(tmp_path / "broken", 2)
 
     assert list(unbroken.records) == list(range(STEPS))
     assert (tmp_path / "broken" / "final" / "config.json").exists()
-    for life, first in ((on_two, 3), (on_one, 6)):
+    last = checkpoints.newest(tmp_path / "broken" / "checkpoints")
+    learnt = [name for line in read_ledger(last) for name, _ in line["documents"]]
+    assert len(learnt) == len(set(learnt)) == BATCH * (STEPS - SUPERVISED)
+    for life, first in ((sharing, 3), (apart, 6)):
         assert min(life.records) == first
         for index in range(first, first + 3):
             expected, found = unbroken.records[index], life.records[index]

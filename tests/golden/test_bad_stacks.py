@@ -73,6 +73,24 @@ BAD = {
         ("max_tokens: 9", "max_token: 9"),
         ("steps: 5", "steps: -5"),
     ),
+    "data and environments": changed(
+        ("steps: 20, clean_steps: 10", "steps: 20, noise: 0.5, data: {path: chats.jsonl}")
+    ),
+    "typo in a section of data": changed(
+        ("steps: 20, clean_steps: 10", "data: {path: a.jsonl, too_lng: drop}")
+    ),
+    "a role that is none": changed(("steps: 20, clean_steps: 10", "data: {path: a.jsonl, learn: [human]}")),
+    "steps and epochs": changed(
+        ("steps: 20, clean_steps: 10", "steps: 20, epochs: 2, data: {path: a.jsonl}")
+    ),
+    "a stage without a length": changed(("steps: 20, clean_steps: 10", "epochs: 2")),
+    "held-out rows of nowhere": changed(
+        ("steps: 20, clean_steps: 10", "data: {path: a.jsonl}, validation: {every: 5}"),
+    ),
+    "rl without engines or environments": changed(
+        ("      inference: {processes: 1}\n", ""),
+        ("    environments:\n      - {name: reverse, type: reverse_text, args: {letters: [3, 6]}}\n", ""),
+    ),
     "a key twice": changed(("    version: 1\n", "    version: 1\n    version: 1\n")),
     "a tab": changed(("    version: 1", "\tversion: 1")),
     "an unquoted date": changed(("name: small", "name: 2026-01-31")),
@@ -109,6 +127,7 @@ def said(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_bad_stacks_say_what_the_golden_file_says(said, tmp_path):
     told = {name: said(content) for name, content in BAD.items()}
     (tmp_path / "small.yaml").unlink()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import io
 from collections.abc import AsyncIterator, Callable
 
+import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
@@ -87,10 +90,9 @@ def gives(answer: dict, status: int = 200) -> Callable:
     return respond
 
 
-async def ask(engine: Engine, request_id: str = "g1-r2-t0"):
-    return await engine.generate(
-        [1, 2], max_tokens=8, temperature=0.7, seed=5, salt="1.4", stop_token_ids=[263], request_id=request_id
-    )
+async def ask(engine: Engine, request_id: str = "g1-r2-t0", **more):
+    fixed = {"max_tokens": 8, "temperature": 0.7, "seed": 5, "salt": "1.4", "stop_token_ids": [263]}
+    return await engine.generate([1, 2], request_id=request_id, **fixed, **more)
 
 
 async def test_a_generation_is_read_whole(server: Server, engine: Engine) -> None:
@@ -106,9 +108,33 @@ async def test_a_generation_is_read_whole(server: Server, engine: Engine) -> Non
     assert (sampling["seed"], sampling["stop_token_ids"], sampling["ignore_eos"]) == (5, [263], True)
 
 
+def written(array: np.ndarray) -> str:
+    """As vLLM writes an array."""
+    file = io.BytesIO()
+    np.save(file, array, allow_pickle=False)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+@pytest.mark.parametrize(
+    ("most", "told", "read"), [(127, "u1", "|i1"), (128, "u1", "<i2"), (300, "<u2", "<i2")]
+)
+async def test_routes_are_read_in_the_smallest_type(server, engine, most: int, told: str, read: str) -> None:
+    routes = np.array([[[0, most], [7, 8]]], told)
+    server.answers["generate"] = gives(reply([7, 8], routed_experts=written(routes)))
+    found = (await ask(engine, routes_from=1)).routes
+    assert found.dtype.str == read and found.tolist() == routes.tolist()
+    assert server.bodies["generate"]["sampling_params"]["routed_experts_prompt_start"] == 1
+    server.answers["generate"] = gives(reply([7, 8], routed_experts=None))
+    assert (await ask(engine)).routes is None
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
+        ({"routed_experts": written(np.zeros((1, 4), "u1"))}, r"its routes are uint8 \[1, 4\]"),
+        ({"routed_experts": written(np.zeros((1, 2, 2)))}, "its routes are float64"),
+        ({"routed_experts": "AAAA"}, ""),
+        ({"routed_experts": "*"}, ""),
         ({"finish_reason": "abort"}, "ended by 'abort'"),
         ({"logprobs": None}, ""),
         (

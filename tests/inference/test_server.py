@@ -10,6 +10,7 @@ import pytest
 from stackrl.runtime.inference.server import command, environment
 from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.stack import Stack
+from stackrl.schemas.trainer import Trainer
 
 URL = "http://127.0.0.1:8123"
 MODEL = Path("/run/model")
@@ -68,6 +69,14 @@ def test_an_engine_on_a_gpu_of_its_own() -> None:
     assert "no-enforce-eager" in found
     assert "kv-cache-memory-bytes" not in found
     assert "enforce-eager" in flags(command(stack("cuda", compile=False), MODEL, URL))
+
+
+def test_an_engine_tells_routes_where_they_are_replayed() -> None:
+    replaying = stack("cuda").model_copy(update={"trainer": Trainer(mixture={"router_replay": True})})
+    assert "enable-return-routed-experts" in flags(command(replaying, MODEL, URL))
+    assert environment(replaying, URL, {})["VLLM_USE_V2_MODEL_RUNNER"] == "1"
+    assert "no-enable-return-routed-experts" in flags(command(stack("cuda"), MODEL, URL))
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in environment(stack("cuda"), URL, {})
 
 
 def test_an_engine_that_shares_the_trainers_gpu() -> None:

@@ -146,6 +146,7 @@ def test_a_managed_job_that_is_started_again_goes_on_with_its_run(
     assert third.id == first.id and third.state().incarnation == 3 and third.metrics.exists()
 
 
+@pytest.mark.slow
 def test_a_managed_job_whose_run_is_finished_is_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

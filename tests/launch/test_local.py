@@ -61,6 +61,7 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_a_run_is_shown_to_its_end_and_its_gain_and_model_are_told(capfd: pytest.CaptureFixture[str]) -> None:
     run = learning_run()
     assert local.launch(None, detach=False, resume=run.id) == 0
@@ -72,6 +73,7 @@ def test_a_run_is_shown_to_its_end_and_its_gain_and_model_are_told(capfd: pytest
     assert "reward 0.250 → 0.750" in err and "held-out" not in err
 
 
+@pytest.mark.slow
 def test_a_failed_run_tells_who_failed_and_what_to_type(capfd: pytest.CaptureFixture[str]) -> None:
     run = make_run(process("engine", SERVES), process("trainer", FAILS))
     assert local.launch(None, detach=False, resume=run.id) == 1
@@ -81,6 +83,7 @@ def test_a_failed_run_tells_who_failed_and_what_to_type(capfd: pytest.CaptureFix
     assert f"stackrl logs {run.id}" in err and f"stackrl launch --resume {run.id}" in err
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_the_run_and_what_it_started(tmp_path: Path) -> None:
     run = make_run(process("engine", SERVES), process("orchestrator", SERVES))
     launched = start("--resume", run.id)

@@ -170,3 +170,27 @@ def test_no_secret_in_a_plan(tmp_path, monkeypatch):
 def test_what_a_machine_lacks(tmp_path, changes, machine, words):
     lack = lacking(plan_of(tmp_path, *changes), machine)
     assert words in lack and bool(words) == bool(lack)
+
+
+@pytest.mark.parametrize(
+    ("config", "words"),
+    [
+        ({"model_type": "qwen3_moe"}, "here, qwen3_moe; the trainer's own family"),
+        (
+            {"model_type": "mistral"},
+            "here, mistral; through the code of transformers, sharded and replicated",
+        ),
+        ({}, "here/config.json does not say which family the model is of"),
+    ],
+)
+def test_the_table_says_whose_code_trains_the_model(tmp_path, monkeypatch, config, words):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "config.json").write_text(json.dumps(config))
+    random = load(stacks.write(tmp_path))
+    assert "\nmodel     qwen3, made at random; the trainer's own family\n" in table(
+        make_plan(random), random.stack
+    )
+    old = next(line for line in stacks.GOOD.splitlines() if "architecture" in line)
+    loaded = load(stacks.write(tmp_path, (old.strip(), "model: {id: here}")))
+    assert words in table(make_plan(loaded), loaded.stack)

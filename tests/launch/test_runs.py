@@ -18,6 +18,7 @@ from pathlib import Path
 
 import pytest
 from fake_roles import FAILS, SERVES, WORKS, fresh_home, gone, make_run, process, start_node, wait_until
+from forked import Started
 
 from stackrl.runtime.launch import runs
 from stackrl.runtime.run import RunError, RunFolder, State, all_runs, find_run
@@ -29,7 +30,7 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         yield
 
 
-def started(*processes: dict) -> tuple[RunFolder, subprocess.Popen[str]]:
+def started(*processes: dict) -> tuple[RunFolder, Started]:
     run = make_run(*processes)
     node = start_node(run)
     wait_until(lambda: run.state().status == "running")
@@ -84,6 +85,7 @@ def test_the_newest_step_is_the_last_whole_line() -> None:
     assert runs.describe(run)["step"] == 25
 
 
+@pytest.mark.slow
 def test_status_lists_runs_and_tells_one(capsys: pytest.CaptureFixture[str]) -> None:
     failing, node = started(
         process("engine", SERVES), process("trainer", "import time; time.sleep(1)" + ";" + FAILS)
@@ -230,8 +232,10 @@ def test_a_failure_shows_the_words_of_the_role_without_noise_and_names_its_stack
 
 
 @pytest.mark.slow
-def test_watching_can_be_left_and_shows_the_end() -> None:
-    run, _ = started(process("orchestrator", "import time; time.sleep(6)"))
+def test_watching_can_be_left_and_shows_the_end(tmp_path: Path) -> None:
+    over = tmp_path / "over"
+    works = f"import os, time\nwhile not os.path.exists({str(over)!r}): time.sleep(0.05)"
+    run, _ = started(process("orchestrator", works))
     command = [sys.executable, "-m", "stackrl", "watch", run.id]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     stays, leaves = subprocess.Popen(command, **pipes), subprocess.Popen(command, **pipes)
@@ -240,6 +244,7 @@ def test_watching_can_be_left_and_shows_the_end() -> None:
     told = leaves.communicate(timeout=20)[1]
     assert leaves.returncode == 0 and "no longer watching; run" in told and "is running" in told
     assert run.keeper() is not None
+    over.touch()
     out, told = stays.communicate(timeout=60)
     assert stays.returncode == 0 and "is finished" in out and "finished in" in told
     done = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)

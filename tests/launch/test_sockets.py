@@ -63,6 +63,7 @@ time.sleep(600)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("address", "protection", "warning"),
     [

@@ -58,6 +58,7 @@ def test_a_full_disk_is_named(tmp_path: Path) -> None:
     file.close()
 
 
+@pytest.mark.slow
 def test_wandb_records_offline_without_a_key_and_without_secrets(
     run: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -113,6 +113,7 @@ def test_a_command_does_not_see_the_token_of_the_run(tmp_path: Path, monkeypatch
     assert "a-token-that-nobody-may-see" not in (tmp_path / "environment").read_text()
 
 
+@pytest.mark.slow
 def test_a_slow_command_is_ended_with_its_children_and_holds_up_nobody(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -122,9 +123,11 @@ def test_a_slow_command_is_ended_with_its_children_and_holds_up_nobody(
     for _ in range(300):  # more than wait
         telling.alarm(ALARM, RECORD)
     assert time.monotonic() - began < 10, "alarms wait for the command"
+    while "guards.notify.command: took longer than 2 s and was ended" not in caplog.text:
+        assert time.monotonic() - began < 20, "the command goes on"
+        time.sleep(0.05)
     telling.close()
-    assert time.monotonic() - began < 30
-    assert "guards.notify.command: took longer than 2 s and was ended" in caplog.text
+    assert time.monotonic() - began < 40
     assert "`guards.notify` is too slow" in caplog.text
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
     deadline = time.monotonic() + 5

@@ -190,6 +190,7 @@ def test_a_report_does_not_read_all_of_the_checkpoints(tmp_path, monkeypatch):
     assert any("only names and sizes were compared" in note for note in audit["notes"])
 
 
+@pytest.mark.slow
 def test_any_file_may_be_missing_or_torn(tmp_path):
     run = written_run(tmp_path / "whole", 16, 8, books=True)
     assert overview_of(run)["audit"]["clean"] is True
@@ -234,6 +235,11 @@ def test_long_curves_are_means_of_stretches_and_keep_their_extremes():
     assert curves["columns"]["staleness_max"][1] == 6
     assert curves["columns"]["reward_min"][1] == -7
     assert "trainer/loss" not in curves["columns"]
+
+
+def test_the_worst_load_of_experts_is_drawn_and_not_that_of_each_layer():
+    steps = [{"index": 0, "trainer/load_imbalance": 1.5, "trainer/load_imbalance/3": 1.5}]
+    assert _curves(steps)["columns"] == {"trainer/load_imbalance": [1.5]}
 
 
 def test_older_rollouts_are_counted_where_there_are_too_many(tmp_path, monkeypatch):

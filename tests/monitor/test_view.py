@@ -139,6 +139,33 @@ def test_steps_that_the_trainer_skipped_are_shown() -> None:
     assert "1 steps whose gradient" in screen(history(reinforced(0) | {"trainer/skipped": 1.0}))
 
 
+def test_experts_are_shown_where_there_are_some() -> None:
+    assert "experts" not in screen(history(reinforced(0)))
+    told = {"load_imbalance": 1.5, "load_imbalance/3": 1.5, "router_confidence": 0.25, "routes_replayed": 0.9}
+    shown = screen(history(reinforced(0) | {f"trainer/{name}": value for name, value in told.items()}))
+    assert "the busiest has 1.50 × the mean load" in shown
+    assert "router confidence 0.25" in shown and "replayed 90 %" in shown
+
+
+def test_the_loss_of_held_out_rows_is_shown_where_it_was_measured() -> None:
+    measured = supervised(3) | {"trainer/validation_loss": 2.5}
+    steps = [supervised(2), measured, supervised(4)]
+    assert "loss 3.625  of held-out rows 2.500" in plain(history(*steps[:2]), measured)
+    assert "held-out" not in plain(history(*steps), steps[2])
+    assert "loss 3.625, of held-out rows 2.500" in screen(history(*steps))
+    ready = {
+        "time": BEGAN,
+        "event": "data_ready",
+        "stage": "warmup",
+        "part": "learnt",
+        "rows": 40,
+        "dropped": 2,
+    }
+    assert told(ready | {"tokens": 12_300, "learnt": 410}) == (
+        "stage warmup has 40 rows of 12.3k tokens, 410 of them learnt, 2 too long and dropped"
+    )
+
+
 def test_follow_without_a_terminal_prints_stages_every_tenth_step_and_events(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -25,6 +25,7 @@ from fake_roles import (
     start_node,
     wait_until,
 )
+from forked import Started
 
 from stackrl.runtime import node
 from stackrl.runtime.run import RunError, RunFolder, new_token
@@ -147,7 +148,7 @@ def test_the_tree_of_a_failed_role_is_ended_too(tmp_path: Path) -> None:
     assert gone(*map(int, note.read_text().split()))
 
 
-def tree(tmp_path: Path, program: str) -> tuple[RunFolder, list[int], subprocess.Popen[str]]:
+def tree(tmp_path: Path, program: str) -> tuple[RunFolder, list[int], Started]:
     """A running node whose engine forks, with the pids of the engine's tree."""
     note = tmp_path / "pids"
     run = make_run(process("engine", program, str(note)), process("orchestrator", SERVES))
@@ -262,6 +263,7 @@ def test_two_nodes_never_work_on_one_run() -> None:
     first.communicate(timeout=30)
 
 
+@pytest.mark.slow
 def test_the_first_weights_are_prepared_once_and_their_failure_is_named(tmp_path: Path) -> None:
     run = make_run(ORCHESTRATOR, prepared=False)
     fails = f"[{sys.executable!r}, '-c', {FAILS!r}]"

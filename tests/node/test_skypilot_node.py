@@ -52,6 +52,7 @@ def start(stack: Path, orchestrator: str = WORKS, **variables: str) -> subproces
     )
 
 
+@pytest.mark.slow
 def test_one_node_makes_its_run_does_it_and_shows_the_output_of_every_role(tmp_path: Path) -> None:
     node = start(task_file(tmp_path))
     output, _ = node.communicate(timeout=60)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,10 +12,13 @@ from typing import Any
 
 import pytest
 from fake_roles import BEATS, SERVES, fresh_home, make_run, process, start_node, wait_until
+from forked import Started
 from small_runs import lines
 
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.run import RunFolder
+
+pytestmark = pytest.mark.slow
 
 SAVES = (
     BEATS
@@ -54,14 +56,14 @@ def training_run(index: int = 5, checkpoint: int = 3, seconds: float = 0.5, **li
     )
 
 
-def start(run: RunFolder, **environment: str) -> subprocess.Popen[str]:
+def start(run: RunFolder, **environment: str) -> Started:
     """A node whose orchestrator has said how far it is."""
     node = start_node(run, **environment)
     wait_until(lambda: any("step 5" in file.read_text() for file in run.path.glob("heartbeats/orch*")))
     return node
 
 
-def end(node: subprocess.Popen[str]) -> tuple[int, str]:
+def end(node: Started) -> tuple[int, str]:
     output, _ = node.communicate(timeout=40)
     return node.returncode, output
 
@@ -105,7 +107,6 @@ def test_nothing_is_saved_where_nothing_was_trained_since_the_last_checkpoint() 
     assert run.state().roles["orchestrator"] == "ended" and stopping(run)["saves"] is False
 
 
-@pytest.mark.slow
 def test_a_second_signal_does_not_wait_for_the_checkpoint() -> None:
     run = training_run(seconds=60)
     node = start(run)
@@ -120,7 +121,6 @@ def test_a_second_signal_does_not_wait_for_the_checkpoint() -> None:
     assert run.state().status == "stopped"
 
 
-@pytest.mark.slow
 def test_a_checkpoint_that_takes_too_long_is_given_up() -> None:
     run = training_run(seconds=60, stop_seconds=2.0)
     node = start(run)
@@ -131,7 +131,6 @@ def test_a_checkpoint_that_takes_too_long_is_given_up() -> None:
     assert run.state().status == "stopped"
 
 
-@pytest.mark.slow
 def test_a_trainer_that_dies_while_the_run_is_saved_does_not_keep_it() -> None:
     run = training_run(seconds=60)
     node = start(run)
@@ -173,7 +172,6 @@ def test_an_old_notice_does_not_stop_the_next_attempt() -> None:
     assert end(node)[0] == 0 and not run.preempt.exists()
 
 
-@pytest.mark.slow
 def test_the_hours_of_all_attempts_together_stop_a_run() -> None:
     run = training_run(hours=8 / 3600)
     node = start(run)

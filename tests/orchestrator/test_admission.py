@@ -63,6 +63,7 @@ def test_a_group_that_is_due_is_waited_for():
     assert a.choose([8, 9, 10, 11, 0, 1, 2, 3]) == [0, 1, 2, 3]
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(
     per_batch=st.integers(1, 4),

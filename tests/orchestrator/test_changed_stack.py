@@ -18,7 +18,7 @@ from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.schemas.stack import Stack
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 LONGER = [{"name": "reverse", "type": "reverse_text", "args": {"letters": [7, 8]}}]
 
 

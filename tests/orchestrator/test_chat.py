@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
+from fake_engine import routes_of
 from small_runs import chat
 
 from stackrl.runtime.environments.base import Turn, assistant, user
@@ -13,7 +15,7 @@ from stackrl.runtime.inference.client import Generation
 from stackrl.runtime.orchestrator.chat import Chat, TemplateError
 from stackrl.runtime.orchestrator.conversation import Conversation, demonstrate
 from stackrl.runtime.trainer.models.byte_tokenizer import CHAT_TEMPLATE, byte_tokenizer
-from stackrl.runtime.transport.messages import Span, Version
+from stackrl.runtime.transport.messages import NO_ROUTE, Span, Version
 
 QWEN_LIKE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n"
@@ -65,6 +67,44 @@ def test_two_turns_are_one_sequence_and_equal_the_rendered_history():
     assert sample.logprobs[sample.loss_mask == 1].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4] * 2)
     assert not sample.logprobs[sample.loss_mask == 0].any()
     assert conversation.answers == ["cab", "cba"] and conversation.prefix_breaks == 0
+
+
+def told(conversation, answer):
+    """An answer of an engine that tells routes of all tokens that it has computed, but of those it told."""
+    tokens = chat().answer(answer)
+    routes = routes_of([*conversation.prompt, *tokens[:-1]])[conversation.routed :]
+    return dataclasses.replace(generation(tokens, Version(1, 0)), routes=routes)
+
+
+def test_routes_of_several_turns_are_those_of_all_tokens_but_the_last():
+    conversation = Conversation(chat(), [user("reverse: abc")])
+    assert conversation.routed == 0
+    conversation.add_generation(told(conversation, "cab"))
+    assert conversation.routed == len(conversation.prompt) - 1
+    conversation.add_message(user("no, try again"))
+    conversation.add_generation(told(conversation, "cba"))
+    [sample] = conversation.samples("0-0", 0, "tries", 1.0)
+    assert sample.routes[:-1].tolist() == routes_of(sample.tokens[:-1].tolist()).tolist()
+    assert (sample.routes[-1] == NO_ROUTE).all()
+
+
+def test_routes_of_an_engine_that_stops_telling_them_are_those_that_it_told():
+    conversation = Conversation(chat(), [user("x")])
+    conversation.add_generation(told(conversation, "a"))
+    known = conversation.routed
+    conversation.add_message(user("y"))
+    conversation.add_generation(generation(chat().answer("b"), Version(1, 0)))
+    [sample] = conversation.samples("0-0", 0, "e", 1.0)
+    assert (sample.routes[known:] == NO_ROUTE).all() and (sample.routes[:known] >= 0).all()
+
+
+def test_routes_of_other_tokens_are_refused():
+    conversation = Conversation(chat(), [user("x")])
+    answer = told(conversation, "a")
+    expected = len(answer.routes)
+    broken = dataclasses.replace(answer, routes=answer.routes[1:])
+    with pytest.raises(ValueError, match=f"told routes of {expected - 1} tokens, not {expected}"):
+        conversation.add_generation(broken)
 
 
 def test_an_answer_that_was_cut_off_is_closed_without_being_trained():

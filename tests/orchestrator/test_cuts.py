@@ -23,7 +23,7 @@ from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.runtime.transport.messages import Version
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 async def test_stops_and_resumes_at_the_cut(tmp_path):
@@ -123,6 +123,13 @@ async def test_checkpoints_are_completed_in_order_however_long_one_takes(tmp_pat
     await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
     assert [event["index"] for event in lines(run.events) if event["event"] == "checkpoint"] == [*range(1, 9)]
     assert [folder.name for folder in run.checkpoints(run.stack()).iterdir()] == ["step-000008"]
+
+
+async def test_every_nth_checkpoint_stays_for_good(tmp_path):
+    run = make_run(tmp_path, checkpoint={"every": 1, "keep": 1, "keep_every": 3})
+    await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    kept = sorted(folder.name for folder in run.checkpoints(run.stack()).iterdir())
+    assert kept == ["step-000003", "step-000006", "step-000008"]
 
 
 async def test_a_manifest_says_who_made_it_and_how_long_the_run_had_worked(tmp_path):

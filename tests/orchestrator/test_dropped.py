@@ -60,6 +60,7 @@ async def test_gives_up_when_everything_fails(tmp_path):
     assert "'main'" in str(cause) and "connection refused" in str(cause)
 
 
+@pytest.mark.slow
 async def test_a_rollout_over_its_time_is_a_failure_not_a_reward(tmp_path):
     run = make_run(tmp_path, sampling={"max_tokens": 9, "timeout": 0.5})
     engine = FakeEngine(reversed_well)
@@ -80,6 +81,7 @@ async def test_a_rollout_over_its_time_is_a_failure_not_a_reward(tmp_path):
     assert all(m["reward"] == 1.0 for m in lines(run.metrics)[2:])
 
 
+@pytest.mark.slow
 async def test_refill_replaces_groups_without_signal_and_gives_up_in_the_end(tmp_path):
     run = make_run(tmp_path, algorithm=algorithm(no_signal="refill"))
     with pytest.raises(ExceptionGroup) as caught:
@@ -87,6 +89,7 @@ async def test_refill_replaces_groups_without_signal_and_gives_up_in_the_end(tmp
     assert "no_signal: keep" in str(first_cause(caught.value))
 
 
+@pytest.mark.slow
 async def test_tokens_older_than_the_bound_are_never_trained(tmp_path):
     """An engine that labels its tokens with an older version: its groups are dropped, then the run ends."""
     run = make_run(tmp_path, algorithm=algorithm(max_staleness=0))
@@ -110,6 +113,7 @@ async def test_tokens_older_than_the_bound_are_never_trained(tmp_path):
     assert dropped[0]["reason"] == "stale" and len(dropped[0]["lengths"]) == 4
 
 
+@pytest.mark.slow
 async def test_refill_fills_batches_with_signal(tmp_path):
     run = make_run(tmp_path, algorithm=algorithm(no_signal="refill"))
 

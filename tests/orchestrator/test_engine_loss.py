@@ -53,6 +53,7 @@ def named(events, name):
     return [event for event in events if event["event"] == name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("max_staleness", [0, 1])
 @pytest.mark.parametrize("count", [1, 2])
 async def test_an_engine_dies_in_a_run_and_comes_back(tmp_path, count, max_staleness):

@@ -22,7 +22,7 @@ from stackrl.runtime.orchestrator.errors import first_cause
 from stackrl.runtime.orchestrator.evaluations import Evaluations
 from stackrl.runtime.orchestrator.loop import orchestrate
 
-pytestmark = pytest.mark.usefixtures("quick")
+pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 async def test_held_out_environments_are_evaluated_between_steps(tmp_path):

@@ -101,6 +101,7 @@ async def test_barrier_generates_wholly_on_the_version_being_trained(tmp_path):
     assert all(r["salt"] == str(r["held"]) for r in engine.requests)
 
 
+@pytest.mark.slow
 async def test_groups_go_to_one_engine_and_all_engines_are_updated(tmp_path):
     run = make_run(tmp_path)
     engines = [FakeEngine(reversed_badly), FakeEngine(reversed_badly)]
@@ -110,6 +111,7 @@ async def test_groups_go_to_one_engine_and_all_engines_are_updated(tmp_path):
     assert groups[0] and groups[1] and not groups[0] & groups[1]
 
 
+@pytest.mark.slow
 async def test_every_token_of_several_tries_is_trained_once(tmp_path):
     environment = {"name": "tries", "type": "reverse_text_tries", "args": {"letters": [3, 5]}}
     run = make_run(tmp_path, environments=[environment], sampling={"max_tokens": 4, "timeout": 20.0})

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace as renamed
 
-from stackrl.runtime.orchestrator.batching import Layout, Place, build, document_names
+from stackrl.runtime.orchestrator.batching import Layout, Place, build, document_names, micro_batch
 from stackrl.runtime.orchestrator.packing import causal_cost, pack
 from stackrl.runtime.transport.messages import Sample, Span, Version
 
@@ -95,6 +95,23 @@ def test_documents_keep_their_own_arrays():
         assert part.documents[d] == samples[number].rollout
 
 
+def test_routes_stand_beside_their_tokens_and_none_where_a_sample_has_none():
+    samples = [sample(n, 4 + n, 0.0) for n in range(3)]
+    narrow = np.arange(16, dtype="|i1").reshape(4, 2, 2)
+    wide = np.arange(200, 224, dtype="<i2").reshape(6, 2, 2)
+    mixed = [renamed(samples[0], routes=narrow), samples[1], renamed(samples[2], routes=wide)]
+    routes = micro_batch(mixed, ["a", "b", "c"]).routes
+    assert routes.dtype.str == "<i2"
+    assert routes.tolist() == narrow.tolist() + [[[-1, -1]] * 2] * 5 + wide.tolist()
+    assert micro_batch(mixed[:2], ["a", "b"]).routes.dtype.str == "|i1"
+    assert micro_batch(samples, ["a", "b", "c"]).routes is None
+    other = renamed(samples[1], routes=np.zeros((5, 3, 2), "|i1"))
+    with pytest.raises(
+        ValueError, match=r"routes through different layers or experts: \[\(2, 2\), \(3, 2\)\]"
+    ):
+        micro_batch([mixed[0], other], ["a", "b"])
+
+
 def test_documents_are_named_after_their_rollouts():
     """A rollout may have several; a demonstration is nobody's."""
     samples = [
@@ -109,6 +126,18 @@ def test_documents_are_named_after_their_rollouts():
         "demonstration",
         "demonstration",
     ]
+
+
+def test_ranks_that_share_micro_batches_get_the_same():
+    samples = [sample(n, 4 + 3 * n, advantage=n / 8) for n in range(5)]
+    place = Place(1, 7, 4, "main", 2, checkpoint=True, last_of_stage=False)
+    apart = build(samples, place, Layout(capacity=20, ranks=2, cost=COST))
+    shared = build(samples, place, Layout(capacity=20, ranks=4, cost=COST, context=2))
+    assert [(batch.rank, batch.ranks) for batch in shared] == [(rank, 4) for rank in range(4)]
+    for batch in shared:
+        expected = apart[batch.rank // 2].micro_batches
+        assert [micro.documents for micro in batch.micro_batches] == [micro.documents for micro in expected]
+        assert (batch.tokens, batch.sequences) == (apart[0].tokens, 5)
 
 
 def test_a_rank_without_work_gets_an_empty_micro_batch():

@@ -14,6 +14,8 @@ from small_runs import STACK, TOKEN, make_run
 
 from stackrl.runtime.orchestrator import __main__ as process_of_the_orchestrator
 
+pytestmark = pytest.mark.slow
+
 COMMAND = [sys.executable, "-m", "stackrl.runtime.orchestrator"]
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 from random import Random
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, routes_of
 from small_runs import chat, reversed_well, word_in
 
 from stackrl.runtime.environments import make
@@ -61,6 +61,18 @@ async def test_each_prompt_goes_on_from_the_tokens_before():
         assert later[: len(earlier) + 4] == earlier + chat().answer("abc")
     assert len({request["seed"] for request in engine.requests}) == 3
     assert rollout.sampled == 12 == rollout.samples[0].loss_mask.sum()
+
+
+async def test_routes_are_asked_for_once_per_token():
+    engine = FakeEngine(lambda prompt, rng: chat().answer("abc"))
+    engine.tells_routes = True
+    rollout = await rolled(assignment("reverse_text_tries", tries=3), engine)
+    [sample] = rollout.samples
+    assert sample.routes[:-1].tolist() == routes_of(sample.tokens[:-1].tolist()).tolist()
+    first, second, _ = (len(request["tokens"]) for request in engine.requests)
+    assert [request["routes_from"] for request in engine.requests] == [0, first + 3, second + 3]
+    engine.tells_routes = False
+    assert (await rolled(assignment(), engine)).samples[0].routes is None
 
 
 async def test_answers_are_as_long_as_there_is_room():

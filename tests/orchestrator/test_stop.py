@@ -101,6 +101,7 @@ async def test_before_the_first_step_and_before_the_trainer_there_is_nothing_to_
     await orchestrate(make_run(tmp_path / "earlier"), TOKEN, [FakeEngine(reversed_badly)], stop)
 
 
+@pytest.mark.slow
 async def test_says_so_where_stopping_takes_too_long(tmp_path):
     run = make_run(tmp_path, checkpoint={"every": 100}, limits={"stop_seconds": 1})
     trainer = FakeTrainer(run, TOKEN, step_delay=4)
@@ -109,6 +110,7 @@ async def test_says_so_where_stopping_takes_too_long(tmp_path):
     assert "limits.stop_seconds: 1" in str(first_cause(caught.value))
 
 
+@pytest.mark.slow
 async def test_a_run_that_is_ending_ends_as_finished(tmp_path):
     run = make_run(tmp_path)
     trainer = FakeTrainer(run, TOKEN, save_delay=3)
@@ -117,6 +119,7 @@ async def test_a_run_that_is_ending_ends_as_finished(tmp_path):
     assert "stopped" not in {event["event"] for event in lines(run.events)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("save", [True, False])
 async def test_an_alarm_ends_the_run_after_its_step(tmp_path, monkeypatch, save):
     alarm = Alarm("mismatch", "stage main, step 3: too much", "stop", save)
@@ -134,6 +137,7 @@ async def test_an_alarm_ends_the_run_after_its_step(tmp_path, monkeypatch, save)
     assert newest(run) == (6 if save else 3), "step 6 was to be saved, but its weights may be damaged"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "broken",
     [

@@ -15,11 +15,15 @@ import os
 import runpy
 import signal
 import sqlite3
+import subprocess
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal
+
+from forked import Forked
 
 from stackrl.runtime.orchestrator.rollback import replace as rollback_to
 
@@ -129,14 +133,20 @@ def _parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
+def _node(run: Path) -> int:
+    """The node program, which forks the roles."""
+    from stackrl.runtime import node, supervisor
+
+    supervisor.subprocess = SimpleNamespace(**vars(subprocess) | {"Popen": Forked})
+    node.write_report_aside = lambda run: None  # which no trial looks at
+    return node.main(str(run))
+
+
 def main() -> None:
     role, run = sys.argv[1], Path(sys.argv[2])
     install(run, role)
     if role == "node":
-        from stackrl.runtime import node
-
-        node.write_report_aside = lambda run: None  # which no trial looks at
-        sys.exit(node.main(str(run)))
+        sys.exit(_node(run))
     from stackrl.runtime.orchestrator import evaluation, rollback
 
     evaluation.PROMPTS = 4

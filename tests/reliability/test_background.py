@@ -18,7 +18,7 @@ ORCHESTRATOR = "stackrl.runtime.orchestrator."
 @pytest.mark.parametrize(
     ("task", "function", "count"),
     [
-        ("a demonstration is drawn in a thread", "supervised:Drawing.work", 2),
+        ("a demonstration is drawn in a thread", "supervised:Demonstrations.work", 2),
         ("groups are admitted", "reinforcement:Reinforcement._plan", 5),
         ("a group is rolled out", "reinforcement:Reinforcement._roll_out_group", 5),
         ("a checkpoint is completed", "saving:Saving._declare", 1),

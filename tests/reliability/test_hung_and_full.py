@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import trials
 from fake_roles import wait_until
+from forked import Started
 from small_runs import lines
 
 from stackrl.runtime.launch.audit import audit
-from stackrl.runtime.processes import descendants
 from stackrl.runtime.run import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -32,12 +32,10 @@ def reached(run: RunFolder, index: int) -> bool:
     return run.metrics.exists() and bool(found := lines(run.metrics)) and found[-1]["index"] >= index
 
 
-def pid_of(root: int, process: str) -> int:
-    """The process that the agent started as ``process``."""
-    for pid in sorted(descendants(root)):
-        if f"STACKRL_PROCESS={process}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0"):
-            return pid
-    raise AssertionError(f"{process} does not run")
+def pid_of(run: RunFolder, process: str) -> int:
+    """The process that beats as ``process``."""
+    [file] = run.heartbeats.glob(f"{process}.*")
+    return int(file.suffix[1:])
 
 
 def events(run: RunFolder, name: str) -> list[dict]:
@@ -45,7 +43,7 @@ def events(run: RunFolder, name: str) -> list[dict]:
 
 
 @contextmanager
-def started(run: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
+def started(run: RunFolder) -> Iterator[Started]:
     node = trials.start(run)
     try:
         yield node
@@ -56,11 +54,12 @@ def started(run: RunFolder) -> Iterator[subprocess.Popen[bytes]]:
 
 @pytest.mark.parametrize("process", ["engine-0", "trainer-1", "trainer-0", "orchestrator"])
 def test_a_stopped_process_is_found_named_and_replaced(tmp_path: Path, tokenizer: Path, process: str) -> None:
-    long_enough = trials.stages(rl=80)  # the other engine alone must not end the run before this one is back
-    run = trials.make_run(tmp_path, tokenizer, [], **IMPATIENT, stages=long_enough)
+    alone = process.startswith("engine")  # the other engine must not end the run before this one is back
+    stages = trials.stages(rl=80 if alone else 12)
+    run = trials.make_run(tmp_path, tokenizer, [], **IMPATIENT, stages=stages)
     with started(run) as node:
         wait_until(lambda: reached(run, 3), limit=120)
-        os.kill(pid_of(node.pid, process), signal.SIGSTOP)
+        os.kill(pid_of(run, process), signal.SIGSTOP)
         stopped = time.time()
         assert node.wait(trials.LIMIT) == 0, trials.tail(run)
     restarted = events(run, "restarted")

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from dataclasses import asdict
+from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -18,12 +17,14 @@ from typing import Any
 import crashing
 from crashing import Crash
 from fake_roles import wait_until
+from forked import Started, Starter
 from light_trainer import recompute
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.audit import Audit, audit
-from stackrl.runtime.launch.plan import Parallel, Plan, Process
+from stackrl.runtime.launch.plan import Plan, Process
 from stackrl.runtime.run import RunFolder, create_run
+from stackrl.schemas.degrees import degrees_of
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.stack import Stack
 
@@ -35,6 +36,14 @@ LIVES = 8
 """Starts of the node program, at most."""
 SUPERVISED, RL = 2, 7
 RANKS, ENGINES = 2, 2
+PROGRAMS = (
+    "engine_process",
+    "light_trainer",
+    "stackrl.runtime.node",
+    "stackrl.runtime.orchestrator.loop",
+    "transformers.tokenization_utils_tokenizers",
+)
+"""What the processes of a run import."""
 
 
 def stages(rl: int = RL) -> list[dict[str, Any]]:
@@ -117,14 +126,13 @@ def _draw_crash(rng: Random) -> Crash:
 def planned(loaded: LoadedStack) -> Plan:
     """The light roles of these trials, as a planner gives them."""
     ranks = loaded.stack.roles.trainer.processes
-    parallel = Parallel(ranks=ranks, replicate=1, shard=ranks, context=1, expert=1)
     return Plan(
         name=loaded.name,
         device="cpu",
         nodes=1,
         gpus_per_node=0,
         accelerator="",
-        parallel=parallel,
+        parallel=degrees_of(loaded.stack, ranks),
         tensor_parallel=1,
         processes=processes_of(loaded.stack),
     )
@@ -178,15 +186,18 @@ def processes_of(stack: Stack) -> list[Process]:
     return [*trainers, *servers, orchestrator]
 
 
-def start(run: RunFolder, **environment: str) -> subprocess.Popen[bytes]:
+@cache
+def _starter() -> Starter:
+    return Starter(HERE, *PROGRAMS)
+
+
+def start(run: RunFolder, **environment: str) -> Started:
     """The node program of ``run``, with the crashes of its own."""
-    with open(run.path / "node.out", "ab") as output:
-        return subprocess.Popen(
-            [sys.executable, str(HERE / "crashing.py"), "node", str(run.path)],
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "STACKRL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **environment},
-        )
+    return _starter().start(
+        [str(HERE / "crashing.py"), "node", str(run.path)],
+        {**os.environ, "STACKRL_TOKEN": TOKEN, "OMP_NUM_THREADS": "1", **environment},
+        open(run.path / "node.out", "a+"),
+    )
 
 
 def live(run: RunFolder, **environment: str) -> int:

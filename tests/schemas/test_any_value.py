@@ -4,6 +4,7 @@ import copy
 import json
 
 import jsonschema
+import pytest
 import yaml
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -59,6 +60,7 @@ def changed_tasks(draw):
     return task
 
 
+@pytest.mark.slow
 @settings(max_examples=100, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(changed_tasks())
 def test_loader_and_schema_agree(task):

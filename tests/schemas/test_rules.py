@@ -146,6 +146,19 @@ def complaints(folder, *changes, base=stacks.GOOD):
             "trainer.parallel: replicate × context is 4, which does not divide the trainer's 6 ranks",
         ),
         (
+            [
+                *stacks.gpus(4, "{trainer: {gpus: 2}, inference: {gpus: 2}}", ""),
+                with_line("trainer: {parallel: {expert: 2}}"),
+                ("architecture: qwen3", "architecture: qwen3_moe"),
+                ("config: {", "config: {num_experts: 3, "),
+            ],
+            "trainer.parallel.expert: 2 ranks cannot share 3 experts evenly; choose a divisor",
+        ),
+        (
+            [with_line("trainer: {mixture: {router_replay: true}}")],
+            "10:40: trainer.mixture.router_replay: engines on CPUs do not tell which experts they chose;",
+        ),
+        (
             stacks.gpus(
                 8, "{trainer: {gpus: 5}, inference: {gpus: 3}}", "    inference: {tensor_parallel: 2}\n"
             ),
@@ -188,6 +201,16 @@ def complaints(folder, *changes, base=stacks.GOOD):
             "guards.mismatch.growth_above: above 0.01, where growth would count, every mismatch counts",
         ),
         (
+            [with_line("checkpoint: {every: 20, keep_every: 50}")],
+            "checkpoint.keep_every: checkpoints are made every 20 steps, of which few are at a multiple of "
+            "50; make it 40 or 60",
+        ),
+        (
+            [with_line("checkpoint: {every: 20, keep_every: 10}")],
+            "checkpoint.keep_every: checkpoints are made every 20 steps, of which few are at a multiple of "
+            "10; make it 20",
+        ),
+        (
             [*TWO_NODES, with_line("checkpoint: {path: saved}")],
             "checkpoint.path: saved is a folder of its own on each of 2 nodes; write an absolute path",
         ),
@@ -227,6 +250,11 @@ def test_bad_combinations(tmp_path, changes, expected):
         ],
         [with_line("guards: {notify: {webhook: 'https://example.org/hook', command: [mail, me]}}")],
         stacks.gpus(8, "{trainer: {gpus: 4}, inference: {gpus: rest}}"),
+        stacks.gpus(
+            8,
+            "{trainer: {gpus: 4}, inference: {gpus: rest}}",
+            "    trainer: {mixture: {router_replay: true}}\n",
+        ),
         stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: rest}}"),
         stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 1GiB}}"),
         stacks.gpus(8, "{trainer: {processes: 1}, inference: {processes: 2}}", "    device: cpu\n"),

@@ -28,16 +28,12 @@ def wishes(file):
             stacks.gpus(
                 8,
                 "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: 2}}",
-                "    inference: {tensor_parallel: 2}\n"
-                "    trainer: {parallel: {replicate: 2, context: 2, expert: 2}}\n",
+                "    inference: {tensor_parallel: 2}\n",
             ),
             {
                 "roles.prefill",
                 "roles.decode",
                 "inference.tensor_parallel",
-                "trainer.parallel.replicate",
-                "trainer.parallel.context",
-                "trainer.parallel.expert",
             },
         ),
         (

@@ -17,6 +17,8 @@ from stackrl.runtime.processes import descendants
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.auth import authorized, bearer, blotted
 
+pytestmark = pytest.mark.slow
+
 SECRET = "a-token-that-nobody-may-read"
 TALKS = """
 import json, os, pathlib, sys, time
@@ -42,7 +44,7 @@ def ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[RunFolder
     """A run whose role says the token wherever it can, and fails. Command lines are looked at meanwhile."""
     with fresh_home(tmp_path, monkeypatch):
         run = make_run(process("orchestrator", TALKS, "RUN"))
-        node = start_node(run, STACKRL_TOKEN=SECRET)
+        node = start_node(run, report=True, STACKRL_TOKEN=SECRET)
         wait_until(lambda: (run.path / "said").exists())
         for pid in [node.pid, *descendants(node.pid)]:
             assert SECRET.encode() not in Path(f"/proc/{pid}/cmdline").read_bytes()

@@ -15,6 +15,8 @@ from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError
 from stackrl.schemas.skypilot import task_schema
 
+pytestmark = pytest.mark.slow
+
 PYTHON = stacks.ROOT / ".venv-sky" / "bin" / "python"
 
 PROGRAM = """\

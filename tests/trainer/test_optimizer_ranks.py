@@ -17,8 +17,8 @@ from optimizer_ranks import (
     trained,
     weights,
 )
-from torch.distributed.device_mesh import DeviceMesh
 
+from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.optimizer import make_optimizer
 
 EVERY = pytest.mark.parametrize("name", OPTIMIZERS)
@@ -38,11 +38,11 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(mesh: DeviceMesh, tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def seen(mesh: Meshes, tmp_path_factory: pytest.TempPathFactory) -> Seen:
     of_one, of_two = tmp_path_factory.mktemp("one"), tmp_path_factory.mktemp("two")
-    alone = {name: trained(mesh, settings, of_one / name) for name, settings in OPTIMIZERS.items()}
+    alone = {name: trained(mesh.dense, settings, of_one / name) for name, settings in OPTIMIZERS.items()}
     together, one_to_two = on_two_ranks(saved=of_one, save=of_two)
-    two_to_one = {name: resumed(mesh, settings, of_two / name) for name, settings in OPTIMIZERS.items()}
+    two_to_one = {name: resumed(mesh.dense, settings, of_two / name) for name, settings in OPTIMIZERS.items()}
     return Seen(alone, together, one_to_two, two_to_one)
 
 
@@ -71,9 +71,9 @@ def test_every_parameter_has_moved(seen: Seen, name: str) -> None:
     assert min(differences(weights(net()), seen.alone[name]).values()) > 1e-3
 
 
-def test_momentum_is_what_a_checkpoint_restores(seen: Seen, mesh: DeviceMesh, tmp_path: Path) -> None:
+def test_momentum_is_what_a_checkpoint_restores(seen: Seen, mesh: Meshes, tmp_path: Path) -> None:
     """Without it the steps after a checkpoint would be others: the tests above could not pass by chance."""
-    model = net(mesh)
+    model = net(mesh.dense)
     settings = OPTIMIZERS["muon"]
     for numbers in ((0, 1), (2, 3)):
         optimizer = make_optimizer(model, settings)

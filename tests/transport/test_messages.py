@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from stackrl.runtime.transport import messages
 from stackrl.runtime.transport.messages import (
+    NO_ROUTE,
     Ack,
     End,
     Hello,
@@ -85,6 +86,43 @@ def test_lengths_of_a_micro_batch_add_up():
         MicroBatch(lengths=np.array([2, 3], dtype="<i4"), **parts | {"documents": ["0-1"]})
 
 
+@pytest.mark.parametrize("dtype", ["|i1", "<i2"])
+def test_routes_survive_the_wire(dtype):
+    routes = np.arange(24, dtype=dtype).reshape(4, 3, 2)
+    routes[0] = NO_ROUTE
+    got = decode(encode(sample(routes=routes)), Sample).routes
+    assert got.dtype == routes.dtype and got.tolist() == routes.tolist()
+    assert decode(encode(sample()), Sample).routes is None
+
+
+@pytest.mark.parametrize(
+    ("routes", "reason"),
+    [
+        (
+            np.zeros((3, 3, 2), "|i1"),
+            r"routes is \|i1 \[3, 3, 2\], expected \|i1 or <i2 \[4, layers, experts",
+        ),
+        (np.zeros((4, 6), "|i1"), r"routes is \|i1 \[4, 6\]"),
+        (np.zeros((4, 3, 2), "|u1"), r"routes is \|u1 \[4, 3, 2\]"),
+        (np.zeros((4, 3, 2), "<i4"), r"routes is <i4 \[4, 3, 2\]"),
+    ],
+)
+def test_routes_that_do_not_fit_their_tokens_are_refused(routes, reason):
+    with pytest.raises(ValueError, match=reason):
+        sample(routes=routes)
+    with pytest.raises(ValueError, match=reason):
+        MicroBatch(
+            tokens=np.arange(4, dtype="<i4"),
+            lengths=np.array([4], dtype="<i4"),
+            loss_mask=np.ones(4, dtype="|u1"),
+            logprobs=np.zeros(4, dtype="<f4"),
+            advantages=np.zeros(1, dtype="<f4"),
+            temperatures=np.ones(1, dtype="<f4"),
+            documents=["0-1"],
+            routes=routes,
+        )
+
+
 def test_logprobs_add_up():
     parts = {"incarnation": 1, "index": 3, "rank": 0, "documents": ["0-1", "demonstration"]}
     lengths = np.array([2, 0], dtype="<i4")
@@ -108,7 +146,7 @@ def test_another_wire_version_is_refused(monkeypatch):
     monkeypatch.setattr(messages, "WIRE_VERSION", 1)
     data = encode(End(reason="finished"))
     monkeypatch.undo()
-    with pytest.raises(MessageError, match="wire version 1, this side speaks 2"):
+    with pytest.raises(MessageError, match="wire version 1, this side speaks 3"):
         decode(data, End)
 
 

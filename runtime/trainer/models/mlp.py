@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.tensor import DTensor
 from torch.nn import functional as F
 
@@ -27,7 +28,26 @@ class Mlp(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate, hidden, bias=shape.bias)
 
     def forward(self, states: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(states)) * self.up_proj(states))
+        return self.down_proj(gated(self.gate_proj(states), self.up_proj(states)))
+
+
+def gated(gate: Tensor, up: Tensor) -> Tensor:
+    """SiLU(gate) · up, of which the backward pass finds the two alone, not SiLU(gate)."""
+    return _Gated.apply(gate, up)
+
+
+class _Gated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, gate: Tensor, up: Tensor) -> Tensor:
+        ctx.save_for_backward(gate, up)
+        return F.silu(gate).mul_(up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient: Tensor):
+        gate, up = ctx.saved_tensors
+        gate_gradient = torch.ops.aten.silu_backward(gradient * up, gate)
+        return gate_gradient, F.silu(gate).mul_(gradient)
 
 
 class Mixture(nn.Module):
@@ -142,7 +162,7 @@ class Experts(nn.Module):
     def forward(self, rows: Tensor, counts: Tensor) -> Tensor:
         """``rows`` [N, H], those of the first expert first; ``counts`` int64 [E], which sum to N → [N, H]."""
         gate, up = self.through("gate_up_proj", rows, counts).chunk(2, dim=-1)
-        return self.through("down_proj", F.silu(gate) * up, counts)
+        return self.through("down_proj", gated(gate, up), counts)
 
     def through(self, name: str, rows: Tensor, counts: Tensor) -> Tensor:
         """``rows`` [N, in] through the matrices ``name`` of their experts → [N, out]."""
