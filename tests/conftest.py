@@ -9,10 +9,6 @@ from engine_server import client, engine_kind, real_engine
 
 __all__ = ["client", "real_engine"]
 
-REAL_RUNS = ("end_to_end/test_learning.py", "end_to_end/test_recovery.py")
-"""Files with a whole run, which has a real engine of its own."""
-
-
 MEMORY_DISK = Path("/dev/shm")
 ROOM = 2 << 30
 """Bytes; the files of all tests take less."""
@@ -33,26 +29,10 @@ def _is_roomy(disk: Path) -> bool:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Generator[None]:
-    """Tests of real engines come last, kind by kind: a server is started once and stands in nobody's way.
-
-    Where several workers share the tests (`pytest -n 2 --dist loadgroup --no-loadscope-reorder`), one of them
-    begins with all that needs a real engine, and the others take the rest file by file.
-    """
-    shared = config.pluginmanager.hasplugin("xdist")
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> Generator[None]:
+    """Tests of real engines come last, kind by kind: a server is started once and stands in nobody's way."""
     for item in items:
         if any(item.get_closest_marker(name) for name in ("nightly", "gpu", "cloud")):
             item.add_marker(pytest.mark.slow)  # `-m "not slow"` is without them, too
-        if shared:
-            item.add_marker(pytest.mark.xdist_group(_group(item)))
     yield
-    if shared and hasattr(config, "workerinput"):
-        items.sort(key=lambda item: (_group(item) != "engines", engine_kind(item)))
-    else:
-        items.sort(key=engine_kind)
-
-
-def _group(item: pytest.Item) -> str:
-    """Tests of a group run one after the other on one worker."""
-    whole_run = item.path.as_posix().endswith(REAL_RUNS)
-    return "engines" if engine_kind(item) or whole_run else str(item.path)
+    items.sort(key=engine_kind)

@@ -18,12 +18,14 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TextIO
 
 _LARGEST_REQUEST = 1 << 17
 _IMPORT_LIMIT = 120.0
+_THREAD_LIMIT = 10.0
 
 
 class Starter:
@@ -119,7 +121,7 @@ def _fork(
     arguments: Sequence[str], environment: Mapping[str, str], output: int, first: Callable[[], None]
 ) -> int:
     """The pid of a program that leads a process group of its own."""
-    assert len(os.listdir("/proc/self/task")) == 1, "the locks of other threads would stay locked in a fork"
+    _be_alone()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     pid = os.fork()
     if pid == 0:
@@ -128,6 +130,14 @@ def _fork(
         os.setpgid(pid, 0)  # both do it, so that neither has to wait for the other
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     return pid
+
+
+def _be_alone() -> None:
+    """Locks of other threads would stay locked in a fork. One that has ended may take a moment to be gone."""
+    deadline = time.monotonic() + _THREAD_LIMIT
+    while len(threads := os.listdir("/proc/self/task")) > 1:
+        assert time.monotonic() < deadline, f"a program with threads {threads} cannot be forked"
+        time.sleep(0.001)
 
 
 def _live(

@@ -49,6 +49,7 @@ def test_no_code_imports_by_another_name():
                     assert words[1].split(".")[0] not in CODE, f"{file}: {line}"
 
 
+@pytest.mark.slow
 def test_a_wheel_holds_code_and_data(tmp_path):
     pytest.importorskip("setuptools")
     files = subprocess.run(

@@ -131,6 +131,7 @@ def test_a_node_program_that_has_locked_but_not_yet_signed_is_waited_for() -> No
     assert run.keeper() is None and (run.path / "lock").read_text() == ""
 
 
+@pytest.mark.slow
 def test_down_ends_a_run_and_is_fine_where_there_is_nothing_to_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -257,12 +258,13 @@ def test_watching_on_a_terminal_survives_another_size() -> None:
     run, _ = started(process("orchestrator", SERVES))
     driver, terminal = pty.openpty()
     termios.tcsetwinsize(terminal, (30, 100))
+    others = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES")}
     watching = subprocess.Popen(
         [sys.executable, "-m", "stackrl", "watch", run.id],
         stdin=terminal,
         stdout=terminal,
         stderr=terminal,
-        env={**os.environ, "TERM": "xterm"},
+        env=others | {"TERM": "xterm"},
     )
     os.close(terminal)
     shown = Terminal(driver)

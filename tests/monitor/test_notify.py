@@ -173,6 +173,7 @@ def test_the_url_may_be_in_the_environment_and_is_in_no_log(
     assert "secret" not in caplog.text
 
 
+@pytest.mark.slow
 def test_a_webhook_that_says_nothing_is_given_up(caplog: pytest.LogCaptureFixture) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         telling = notifier(webhook=f"http://127.0.0.1:{silent.getsockname()[1]}/", timeout=2)

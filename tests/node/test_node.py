@@ -159,6 +159,7 @@ def tree(tmp_path: Path, program: str) -> tuple[RunFolder, list[int], Started]:
     return run, pids, node
 
 
+@pytest.mark.slow
 def test_the_token_reaches_roles_and_nothing_that_others_can_read(tmp_path: Path) -> None:
     note = tmp_path / "token"
     tells = (

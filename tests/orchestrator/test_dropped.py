@@ -49,6 +49,7 @@ async def test_failed_rollouts_are_retried_then_shrink_their_group(tmp_path):
     assert {event["reason"] for event in dropped} == {"failed"} and "refused" in dropped[0]["error"]
 
 
+@pytest.mark.slow
 async def test_gives_up_when_everything_fails(tmp_path):
     run = make_run(tmp_path)
     engine = FakeEngine(reversed_badly)

@@ -100,6 +100,7 @@ async def test_an_engine_dies_in_the_middle_of_an_update(tmp_path):
     assert engines[1].updates[-1][0] == Version(1, 6)
 
 
+@pytest.mark.slow
 async def test_all_engines_die_at_once(tmp_path):
     run = make_run(tmp_path)
     engines = make(2)

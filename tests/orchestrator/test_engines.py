@@ -293,6 +293,7 @@ async def test_rollouts_that_wait_for_a_place_leave_a_lost_engine():
         assert len(engines[0].requests) == 1 and len(engines[1].requests) == 4
 
 
+@pytest.mark.slow
 async def test_chaos_ends_with_every_rollout_done_on_the_version_of_its_time():
     """Engines die, hang and come back at random while versions rise: no rollout fails, none is too old."""
     rng = Random(7)

@@ -63,6 +63,7 @@ async def test_rollouts_are_kept_for_the_report_with_the_trainers_logprobs(tmp_p
         assert len(names) == 16 and set(step.logprobs) == set(names)
 
 
+@pytest.mark.slow
 async def test_denominators_and_advantages(tmp_path):
     run = make_run(tmp_path)
     trainer = FakeTrainer(run, TOKEN, ranks=2)
@@ -126,6 +127,7 @@ async def test_every_token_of_several_tries_is_trained_once(tmp_path):
         assert batch.sequences == record["rollouts"], "one sequence for all turns of a rollout"
 
 
+@pytest.mark.slow
 async def test_names_a_trainer_that_goes_silent(tmp_path, monkeypatch):
     monkeypatch.setattr("stackrl.runtime.orchestrator.training.FETCH_LIMIT", 0.5)
     run = make_run(tmp_path)
@@ -158,6 +160,7 @@ async def test_an_update_that_fails_is_repeated(tmp_path):
     assert tried == [0, 1, 2, 2, 3, 4, 5, 6]
 
 
+@pytest.mark.slow
 async def test_an_update_that_fails_twice_ends_the_run(tmp_path):
     run = make_run(tmp_path)
     engine = FakeEngine(reversed_badly)

@@ -50,6 +50,7 @@ def newest(run):
     return checkpoints.index_of(found) if found else 0
 
 
+@pytest.mark.slow
 async def test_the_step_that_runs_is_finished_and_saved(tmp_path):
     run = make_run(tmp_path, checkpoint={"every": 100})
     trainer = FakeTrainer(run, TOKEN, ranks=2, step_delay=0.3)
@@ -80,6 +81,7 @@ def lines_or_none(run):
     return lines(run.metrics) if run.metrics.exists() else []
 
 
+@pytest.mark.slow
 async def test_nothing_is_saved_twice(tmp_path):
     """What is being saved is waited for."""
     run = make_run(tmp_path, checkpoint={"every": 1})
@@ -161,6 +163,7 @@ async def test_an_exception_in_any_background_task_ends_the_process(tmp_path, mo
     assert isinstance(first_cause(caught.value), ZeroDivisionError)
 
 
+@pytest.mark.slow
 async def test_a_full_disk_is_named(tmp_path, monkeypatch):
     def full(*_, **__):
         raise OSError(28, "No space left on device")

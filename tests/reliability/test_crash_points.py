@@ -43,7 +43,8 @@ def test_without_a_fault_the_run_needs_one_life(tmp_path: Path, tokenizer: Path)
 def test_without_the_rollback_a_run_does_not_get_through(tmp_path: Path, tokenizer: Path) -> None:
     """Negative control: where the journal goes on beyond the checkpoint, that does not go unnoticed."""
     crash = Crash("trainer-0", "light_trainer:LightLearner.apply", "after", trials.SUPERVISED + 6)
-    run = trials.make_run(tmp_path, tokenizer, [crash])
+    soon = trials.STACK["limits"] | {"restarts": 2}  # each pause before one is twice the last one
+    run = trials.make_run(tmp_path, tokenizer, [crash], limits=soon)
     with pytest.raises(AssertionError):
         trials.live(run, **{crashing.KEEPS_JOURNAL: "1"})
         trials.check(run)

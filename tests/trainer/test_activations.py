@@ -20,7 +20,7 @@ from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.models.documents import layout
 from stackrl.runtime.trainer.models.families import FAMILIES
 from stackrl.runtime.trainer.models.shape import ModelError
-from stackrl.schemas.activations import SelectiveCheckpointing
+from stackrl.schemas.activations import Checkpointing, SelectiveCheckpointing
 
 LENGTHS = [[9, 30, 2, 70, 17], [5, 64, 20]]
 PARTS = ("attention", "mlp", "experts", "norms")
@@ -174,15 +174,15 @@ def test_two_ranks_are_as_one(mesh, tmp_path: Path) -> None:
 
 @pytest.mark.nightly
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", CONFIGS)
-def test_compiled_layers_give_the_same(kind: str) -> None:
+@pytest.mark.parametrize(
+    ("kind", "setting"), [("qwen3", "full"), ("qwen3_moe", parts("norms")), ("glm_moe_dsa", "none")]
+)
+def test_compiled_layers_give_the_same(kind: str, setting: Checkpointing) -> None:
     torch._dynamo.reset()
-    expected = trained(make(kind))
-    for setting in ("none", "full", parts("norms")):
-        decoder = make(kind)
-        compile_layers(decoder, "cpu")
-        keep_less(decoder, setting, offloading=False)
-        assert worst(trained(decoder), expected) <= 1e-5
+    decoder = make(kind)
+    compile_layers(decoder, "cpu")
+    keep_less(decoder, setting, offloading=False)
+    assert worst(trained(decoder), trained(make(kind))) <= 1e-5
 
 
 @pytest.mark.nightly

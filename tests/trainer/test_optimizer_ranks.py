@@ -21,6 +21,8 @@ from optimizer_ranks import (
 from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.optimizer import make_optimizer
 
+pytestmark = pytest.mark.slow
+
 EVERY = pytest.mark.parametrize("name", OPTIMIZERS)
 
 

@@ -111,6 +111,7 @@ async def test_a_long_poll_is_repeated(server, url, monkeypatch):
         assert (await fetching).index == 5
 
 
+@pytest.mark.slow
 async def test_a_batch_is_waited_for_until_the_orchestrator_is_silent(server, url, monkeypatch):
     monkeypatch.setattr(batches, "LONG_POLL", 0.1)
     with Client(url, 0, 1) as client:
@@ -252,6 +253,7 @@ async def killed(server):
     await server.close()
 
 
+@pytest.mark.slow
 async def test_a_rank_that_waits_greets_a_restarted_orchestrator_by_itself(server, url):
     with Client(url, 0, 1) as client:
         await in_thread(greet, client)
