@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import on_ranks
 from torch import Tensor
 from trainer_ranks import OBJECTIVES
 from trainer_runs import free_port, make_batches, make_samples
@@ -113,7 +113,7 @@ def with_pull(sample: Sample) -> Sample:
 def outcomes(ranks: int, cases: list[Case], folder: Path) -> list[Outcome]:
     """What each case gives on ``ranks`` processes, as rank 0 sees it."""
     file = folder / f"outcomes-{ranks}.pt"
-    multiprocessing.spawn(_work, (ranks, free_port(), cases, file), nprocs=ranks)
+    on_ranks(ranks, _work, ranks, free_port(), cases, file)
     return torch.load(file, weights_only=False)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import on_ranks
 from torch import Tensor
 from trainer_ranks import OBJECTIVES
 from trainer_runs import free_port, make_batches, make_samples
@@ -68,7 +68,7 @@ def trained(path: Path, meshes: Meshes, settings: Lora) -> Trained:
 def on_two_ranks(dense: Path, mixture: Path, settings: Lora, folder: Path) -> dict[str, Trained]:
     """What `trained` gives for each model, and for the mixture also with its experts shared by the ranks."""
     file = folder / "trained.pt"
-    multiprocessing.spawn(_work, (free_port(), dense, mixture, settings, file), nprocs=2)
+    on_ranks(2, _work, free_port(), dense, mixture, settings, file)
     return torch.load(file, weights_only=False)
 
 

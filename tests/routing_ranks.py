@@ -10,7 +10,7 @@ import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
+from rank_processes import on_ranks
 from torch import Tensor
 from trainer_ranks import OBJECTIVES
 from trainer_runs import free_port, make_batches, make_samples
@@ -81,7 +81,7 @@ def routed(sample: Sample, decoder: Decoder) -> Sample:
 
 def on_two_ranks(model: Path, folder: Path) -> dict[str, list[Steps]]:
     """`steps` of both ranks, however they divide the work."""
-    multiprocessing.spawn(_work, (free_port(), model, folder), nprocs=2)
+    on_ranks(2, _work, free_port(), model, folder)
     of_rank = [torch.load(folder / f"steps-{rank}.pt", weights_only=False) for rank in range(2)]
     return {name: [results[name] for results in of_rank] for name in TWO_RANKS}
 
