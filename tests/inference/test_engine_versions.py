@@ -134,16 +134,18 @@ async def test_every_logprob_is_that_of_its_label(
 ) -> None:
     await trainer.update(client, 1, kv)
     async with Traffic(client, salt=f"{trainer.incarnation}.1") as traffic:
-        for step in (2, 3, 4):
+        for step in range(2, 14):
             await asyncio.sleep(0.6)  # requests begin that know no older version
             await trainer.update(client, step, kv)
+            if step >= 4 and len(traffic.crossed()) >= 3:
+                break
     again = traffic.replies[0][0]
-    late = await ask(client, again, salt=f"{trainer.incarnation}.4", seed=99)
+    late = await ask(client, again, salt=f"{trainer.incarnation}.{step}", seed=99)
 
     crossed = traffic.crossed()
-    assert set(crossed) == {(1, 2), (2, 3), (3, 4)}, "no request was running during an update"
-    assert await client.version() == Version(trainer.incarnation, 4)
-    assert numbered(late) == [(0, 40, 4)]
+    assert len(crossed) >= 3, "no request was running during an update"
+    assert await client.version() == Version(trainer.incarnation, step)
+    assert numbered(late) == [(0, 40, step)]
     for prompt, reply in [*traffic.replies, (again, late)]:
         assert distance(real_engine, prompt, reply, kv) < TOLERANCE
 
