@@ -432,7 +432,7 @@ def test_the_verb_says_it_by_its_exit_code(small: SmallRun, capsys: pytest.Captu
 
 
 WRITER = """
-import sqlite3, sys
+import sqlite3, sys, time
 db = sqlite3.connect(sys.argv[1])
 db.execute("PRAGMA journal_mode = WAL")
 db.execute("PRAGMA wal_autocheckpoint = 20")
@@ -441,6 +441,7 @@ for number in range(10_000_000):
         for place in range(8):
             values = (number, bytes(3000), place)
             db.execute("UPDATE pages SET number = ?, filling = ? WHERE place = ?", values)
+    time.sleep(0.002)
 """
 
 

@@ -131,9 +131,12 @@ def test_a_journal_that_turns_read_only_is_named_and_nothing_is_lost(tmp_path: P
     run = trials.make_run(tmp_path, tokenizer, [], **IMPATIENT)
     with started(run) as node:
         wait_until(lambda: reached(run, 4), limit=120)
-        with mounted(run.journal, "--bind", str(run.journal)):
-            subprocess.run(["mount", "-o", "remount,ro,bind", str(run.journal)], check=True)
-            assert node.wait(120) == 1, trials.tail(run)
+        aside = tmp_path / "read-only"
+        aside.mkdir()
+        with mounted(aside, "--bind", str(run.journal)):  # a mount that somebody writes through stays writable
+            subprocess.run(["mount", "-o", "remount,ro,bind", str(aside)], check=True)
+            with mounted(run.journal, "--bind", str(aside)):
+                assert node.wait(120) == 1, trials.tail(run)
             state = run.state()
             assert state.status == "failed" and "orchestrator" in state.reason
             assert str(run.journal) in state.reason and "ead-only" in state.reason, state.reason
