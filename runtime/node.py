@@ -1,8 +1,9 @@
-"""The program of a node: `stackrl node` starts the roles of this machine, watches them and ends them.
+"""The program of a node: `stackrl node` starts the roles of a run, watches them and ends them.
 
 It is given a stack file (under plain `sky launch`; it makes the run's folder then) or the folder of a run
 that `stackrl launch` made. Two processes watch each other: the guard, whose pid is the run's, and the
-supervisor below it, so that a kill of either leaves nothing behind.
+supervisor below it, so that a kill of either leaves nothing behind. On several nodes the one of rank 0 does
+this for all, and the others do what it says (nodes/follower.py).
 """
 
 from __future__ import annotations
@@ -19,13 +20,17 @@ from pathlib import Path
 
 from stackrl.runtime import preemption, restarts
 from stackrl.runtime.heartbeat import Listener
+from stackrl.runtime.launch import money
 from stackrl.runtime.launch.admit import Planner, admit
 from stackrl.runtime.launch.again import go_on, recreate
-from stackrl.runtime.launch.plan import ORCHESTRATOR, Process, make_plan
+from stackrl.runtime.launch.plan import ORCHESTRATOR, RUN, Process, make_plan
 from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.monitor.lines import Prefixed
 from stackrl.runtime.monitor.notify import tell_end
+from stackrl.runtime.nodes.crew import Crew, contents
+from stackrl.runtime.nodes.follower import PYTHON, fingerprint, follow
+from stackrl.runtime.nodes.meeting import MEETING_LIMIT, Facts, listen
 from stackrl.runtime.notes import NODE, Notes, tell, write_end
 from stackrl.runtime.place import Place, job_run_id
 from stackrl.runtime.processes import guarded, send
@@ -33,7 +38,7 @@ from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restart
 from stackrl.runtime.roles import Roles, blame, words
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token, runs_home
 from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
-from stackrl.runtime.supervisor import Program, Running, Supervisor
+from stackrl.runtime.supervisor import Program, Running
 from stackrl.runtime.watch import Idle, Watch
 from stackrl.schemas.loader import LoadedStack, load
 
@@ -45,6 +50,8 @@ FINISH_LIMIT = 900.0
 SETTLE_SECONDS = 0.5
 """Time after a failure in which roles fail of the same cause, to tell cause from consequence."""
 PREPARING, PREEMPTION = "prepare", "preemption"
+SHARED = ("run.json", "stack.json", "plan.json")
+"""What the other nodes get of the run's folder when they come; Roles gives them the rest."""
 
 
 class RoleFailed(Exception):
@@ -63,10 +70,19 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
     place, token = Place.of(os.environ), new_token()
     os.umask(0o077)
     path = Path(argument)
+    if path.is_dir() and not (path / "run.json").exists():
+        raise RunError(f"{path} is not the folder of a run; name one of {runs_home()}, or a stack file")
+    if place.nodes > 1 and not os.environ.get(TOKEN_VARIABLE):
+        raise RunError(
+            f"{place.nodes} nodes need the same {TOKEN_VARIABLE} to trust each other; "
+            f"`export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`, then launch with `--secret {TOKEN_VARIABLE}`"
+        )
+    if place.rank > 0:
+        return follow(
+            place, token, RunFolder(path).read("run.json")["hash"] if path.is_dir() else load(path).hash
+        )
     if path.is_dir():
         run, show = RunFolder(path), False  # `stackrl launch` shows it
-        if not (path / "run.json").exists():
-            raise RunError(f"{path} is not the folder of a run; name one of {runs_home()}, or a stack file")
     else:
         run, show = _run_of(load(path), place, planner), True
     if run.state().status == "finished":
@@ -77,7 +93,7 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
     _refuse_spent(run)
     with run.kept():
         code = guarded(
-            lambda: _work(run, token, prepare, show),
+            lambda: _work(run, place, token, prepare, show),
             died=lambda reason: _note_death(run, reason),
             limit=longest_end(run),
         )
@@ -94,24 +110,27 @@ def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
             f"{loaded.path} says `num_nodes: {wanted}`, but this task runs on {place.nodes} node(s); "
             "start it as it is written, without `--num-nodes`"
         )
+    alone = place.nodes == 1  # what several nodes have is compared when they meet
     run_id = job_run_id(loaded.name, os.environ)
     if run_id is not None:
         run = RunFolder(runs_home() / run_id)
         if (run.path / "state.json").exists():
-            return run if run.state().status == "finished" else go_on(run, loaded, planner)
-        if (found := recreate(run_id, loaded, planner)) is not None:
+            return run if run.state().status == "finished" else go_on(run, loaded, planner, here=alone)
+        if (found := recreate(run_id, loaded, planner, here=alone)) is not None:
             return found
-    stack, plan = admit(loaded, planner)
+    stack, plan = admit(loaded, planner, here=alone)
     return create_run(loaded.name, loaded.path, loaded.hash, stack, plan, run_id=run_id)
 
 
 def _refuse_spent(run: RunFolder) -> None:
-    hours, used = run.stack().limits.hours, run.state().used
+    limits, used = run.stack().limits, run.state().used
+    hours = limits.hours
     if hours is not None and used >= hours * 3600:
         raise RunError(
             f"run {run.id} has worked {used / 3600:.1f} h of its {hours:g} (limits.hours); to give it more: "
             f"`stackrl launch FILE --resume {run.id} --set limits.hours={math.ceil(2 * hours)}`"
         )
+    money.refuse_spent(run, limits, os.environ)
 
 
 def _note_death(run: RunFolder, reason: str) -> None:
@@ -122,9 +141,9 @@ def _note_death(run: RunFolder, reason: str) -> None:
     tell(explain(run))
 
 
-def _work(run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> int:
+def _work(run: RunFolder, place: Place, token: str, prepare: Sequence[str], show: bool) -> int:
     try:
-        attempt = _Attempt(run, token, prepare, show)
+        attempt = _Attempt(run, place, token, prepare, show)
     except OSError as error:
         tell(f"run {run.id} cannot begin: {error}; make room in {run.path}, or see whose it is")
         return 1
@@ -134,25 +153,30 @@ def _work(run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> int
 class _Attempt:
     """One life of a run: from raising the attempt's number to the end of its last process."""
 
-    def __init__(self, run: RunFolder, token: str, prepare: Sequence[str], show: bool) -> None:
-        self._run, self._token = run, token
+    def __init__(self, run: RunFolder, place: Place, token: str, prepare: Sequence[str], show: bool) -> None:
+        self._run, self._place, self._token = run, place, token
         self._prepare = prepare
         self._limits = run.stack().limits
         self._processes = [Process(**process) for process in run.read("plan.json")["processes"]]
-        names = [NODE, PREPARING, PREEMPTION, *(process.name for process in self._processes)]
+        preparing = [f"{PREPARING}-{node}" for node in range(1, place.nodes)]
+        names = [NODE, PREPARING, *preparing, PREEMPTION, *(process.name for process in self._processes)]
         self._notes = Notes(run, Prefixed(sys.stdout, names) if show else None)
         self._listener = Listener(run.heartbeats, self._limits.silence_seconds)
 
     def work(self) -> int:
         notes = self._notes
         logging.getLogger("stackrl").addHandler(notes.logging())
-        supervisor = Supervisor(notes.logs, self._token, notes.show, notes.complain)
+        silence = self._limits.silence_seconds
+        supervisor = Crew(notes.logs, self._token, notes.show, notes.complain, silence=silence)
         self._supervisor = supervisor
-        self._roles = Roles(self._run, self._processes, self._token, supervisor, notes, self._listener)
+        self._roles = Roles(
+            self._run, self._processes, self._place, self._token, supervisor, notes, self._listener
+        )
         self._watch = Watch(self._run, self._limits, self._listener, supervisor, notes)
         self._restarts = Restarts(self._roles.engines, ORCHESTRATOR, self._roles.ranks, self._limits.restarts)
         with supervisor:
             status, reason, code = self._outcome()
+            supervisor.dismiss(code)
         notes.end(status=status, reason=reason, ended=time.time(), roles=self._statuses())
         for line in explain(self._run).splitlines():
             notes.show(NODE, line)
@@ -162,6 +186,7 @@ class _Attempt:
         """Do the work. Status, reason and exit code of its end."""
         try:
             self._clean()
+            self._meet()
             self._prepare_model()
             self._start()
             self._until_done()
@@ -182,15 +207,48 @@ class _Attempt:
         for file in self._run.heartbeats.iterdir():
             file.unlink()
 
-    def _prepare_model(self) -> None:
-        """Make the first weights and the tokenizer, unless an earlier attempt did."""
-        if self._run.model.exists():
+    def _meet(self) -> None:
+        """Wait for the other nodes of the run. Raises RoleFailed and TimeoutError."""
+        if self._place.nodes == 1:
             return
-        command = [*self._prepare, str(self._run.path)]
-        prepare = self._supervisor.start(Program(PREPARING, command, {TOKEN_VARIABLE: self._token}))
-        self._supervisor.wait_for([PREPARING], PREPARE_LIMIT)
-        if prepare.status == "failed":
-            raise RoleFailed(words(prepare))
+        self._notes.say(f"waiting for {self._place.nodes - 1} more node(s) at {self._place.addresses[0]}")
+        mine = Facts.here(self._place, self._run.read("run.json")["hash"], os.environ)
+        files = contents(self._run.path, SHARED) | {"id": self._run.id.encode()}
+        alike = [sorted({process.node for process in self._of(pool)}) for pool in self._pools()]
+        try:
+            listener = listen(self._place, os.environ)
+            self._supervisor.meet(listener, self._token, mine, alike, files, MEETING_LIMIT)
+        except (RunError, ValueError) as error:
+            raise RoleFailed(str(error)) from None
+        self._notes.event("met", nodes=list(self._place.addresses))
+
+    def _prepare_model(self) -> None:
+        """Make the first weights and the tokenizer on every node, unless an earlier attempt did."""
+        preparing = []
+        for node in range(self._place.nodes):
+            if node == 0 and self._run.model.exists():
+                continue
+            name = PREPARING if node == 0 else f"{PREPARING}-{node}"
+            here = [*self._prepare, str(self._run.path)]
+            command = here if node == 0 else [PYTHON, *self._prepare[1:], RUN]
+            program = Program(name, command, {TOKEN_VARIABLE: self._token} if node == 0 else {}, node=node)
+            preparing.append(self._supervisor.start(program))
+        self._supervisor.wait_for([one.program.name for one in preparing], PREPARE_LIMIT)
+        if failed := [one for one in preparing if one.status == "failed"]:
+            raise RoleFailed(blame(failed))
+        mine = fingerprint(self._run.model) if self._place.nodes > 1 else ""
+        others = self._supervisor.fingerprints().items()
+        if unlike := [node for node, found in others if found != mine]:
+            raise RoleFailed(
+                f"node(s) {', '.join(map(str, unlike))} made other first weights than node 0: have all "
+                "nodes the same version of torch, and is the model's `revision` said?"
+            )
+
+    def _pools(self) -> list[str]:
+        return list(dict.fromkeys(process.pool for process in self._processes))
+
+    def _of(self, pool: str) -> list[Process]:
+        return [process for process in self._processes if process.pool == pool]
 
     def _start(self) -> None:
         self._roles.start()

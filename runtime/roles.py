@@ -1,4 +1,4 @@
-"""The processes of a run on this node: started under an incarnation, ended, and started again."""
+"""The processes of a run, on all its nodes: started under an incarnation, ended, and started again."""
 
 from __future__ import annotations
 
@@ -9,16 +9,20 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
 from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, Process
-from stackrl.runtime.launch.ports import free_ports
+from stackrl.runtime.nodes.crew import Crew, contents
+from stackrl.runtime.nodes.follower import PYTHON
 from stackrl.runtime.notes import Notes
+from stackrl.runtime.place import Place
 from stackrl.runtime.restarts import Restart
-from stackrl.runtime.run import CORES_VARIABLE, TOKEN_VARIABLE, Endpoints, RunFolder
-from stackrl.runtime.supervisor import Program, Running, Supervisor
+from stackrl.runtime.run import ADDRESS_VARIABLE, CORES_VARIABLE, TOKEN_VARIABLE, Endpoints, RunFolder
+from stackrl.runtime.supervisor import Program, Running
+
+ANEW = ("endpoints.json", "state.json", "restore.json")
+"""What of the run's folder changes with an incarnation."""
 
 
 class Roles:
@@ -28,12 +32,13 @@ class Roles:
         self,
         run: RunFolder,
         processes: Sequence[Process],
+        place: Place,
         token: str,
-        supervisor: Supervisor,
+        supervisor: Crew,
         notes: Notes,
         listener: Listener,
     ) -> None:
-        self._run, self._token = run, token
+        self._run, self._place, self._token = run, place, token
         self._supervisor, self._notes, self._listener = supervisor, notes, listener
         self._processes = {process.name: process for process in processes}
         self._engines = [process.name for process in processes if process.role == ENGINE]
@@ -57,7 +62,8 @@ class Roles:
         }
 
     def pids(self) -> dict[str, int]:
-        return {name: running.process.pid for name, running in self.running().items()}
+        """Of those on this node; the other nodes watch theirs themselves."""
+        return {name: one.process.pid for name, one in self.running().items() if one.process is not None}
 
     def failures(self) -> list[Running]:
         """Those that failed and whose failure has not been dealt with: the cause before its consequences.
@@ -82,10 +88,12 @@ class Roles:
 
     def start(self) -> None:
         """Engines first: they take longest to be ready."""
-        self._begin_incarnation(new_endpoints(len(self._engines)))
+        self._begin_incarnation(self._new_endpoints(self._engines))
+        self._supervisor.share(contents(self._run.path, ANEW))
         for name in self._engines:
             self._start(name)
         self._choose_checkpoint()
+        self._supervisor.share(contents(self._run.path, ANEW))
         for name in self.workers:
             self._start(name)
 
@@ -99,8 +107,10 @@ class Roles:
     def start_again(self, restart: Restart) -> None:
         """Do a restart that is due. Raises OSError."""
         if restart.new_incarnation:
-            self._begin_incarnation(_moved(self._run.endpoints()))
+            engines = self._run.endpoints().engines
+            self._begin_incarnation(replace(self._new_endpoints([]), engines=engines))
             self._choose_checkpoint()
+            self._supervisor.share(contents(self._run.path, ANEW))
         for name in restart.processes:
             self._start(name, restart.reason)
 
@@ -140,34 +150,39 @@ class Roles:
         self._supervisor.start(self._program(self._processes[name]), headline)
 
     def _program(self, process: Process) -> Program:
-        """The process with what it learns on this node: the run's folder, the token, its cores."""
+        """The process with what it learns on its node: that node's address and cores, and, on this node, the
+        run's folder and the token, which other nodes have themselves."""
         environment = {
             **process.environment,
-            TOKEN_VARIABLE: self._token,
+            ADDRESS_VARIABLE: self._place.addresses[process.node],
             CORES_VARIABLE: ",".join(map(str, process.cores)),
-            HEARTBEATS_VARIABLE: str(self._run.heartbeats),
             "OMP_NUM_THREADS": str(max(1, len(process.cores))),
         }
-        return Program(
-            process.name, process.command_for(self._run), environment, endless=process.role == ENGINE
+        command = [PYTHON, *process.command]
+        if process.node == 0:
+            environment |= {TOKEN_VARIABLE: self._token, HEARTBEATS_VARIABLE: str(self._run.heartbeats)}
+            command = process.command_for(self._run)
+        endless = process.role == ENGINE
+        return Program(process.name, command, environment, endless, node=process.node)
+
+    def _new_endpoints(self, engines: Sequence[str]) -> Endpoints:
+        """Free addresses for everybody, each on its own node."""
+        nodes = [self._processes[name].node for name in engines]
+        wanted = Counter([0, 0, 0, *nodes])
+        free = {
+            node: iter(self._supervisor.free_ports(node, count, self._place.addresses[node]))
+            for node, count in wanted.items()
+        }
+
+        def address(node: int) -> str:
+            return f"{self._place.addresses[node]}:{next(free[node])}"
+
+        return Endpoints(
+            orchestrator=f"http://{address(0)}",
+            weights=f"http://{address(0)}",
+            rendezvous=address(0),
+            engines=[f"http://{address(node)}" for node in nodes],
         )
-
-
-def new_endpoints(engines: int, host: str = "127.0.0.1") -> Endpoints:
-    """Free addresses for everybody."""
-    orchestrator, weights, rendezvous, *ports = free_ports(3 + engines, host)
-    return Endpoints(
-        orchestrator=f"http://{host}:{orchestrator}",
-        weights=f"http://{host}:{weights}",
-        engines=[f"http://{host}:{port}" for port in ports],
-        rendezvous=f"{host}:{rendezvous}",
-    )
-
-
-def _moved(before: Endpoints) -> Endpoints:
-    """Other addresses for the workers; the engines go on at theirs."""
-    host = urlsplit(before.orchestrator).hostname or "127.0.0.1"
-    return replace(new_endpoints(0, host), engines=before.engines)
 
 
 def words(running: Running) -> str:

@@ -40,6 +40,8 @@ from stackrl.schemas.stack import Stack
 TOKEN_VARIABLE = "STACKRL_TOKEN"
 CORES_VARIABLE = "STACKRL_CORES"
 """The cores that the plan deals to a process, such as `0,1`; empty: no cores of its own."""
+ADDRESS_VARIABLE = "STACKRL_ADDRESS"
+"""The address of its node, as the other nodes know it."""
 
 
 class RunError(Exception):

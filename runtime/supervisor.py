@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
 from stackrl.runtime import processes
 from stackrl.runtime.heartbeat import PROCESS_VARIABLE
@@ -44,6 +44,8 @@ class Program:
     environment: dict[str, str] = field(default_factory=dict)
     endless: bool = False
     """Whether it may only end when it is told to."""
+    node: int = 0
+    """Where it runs."""
 
 
 @dataclass
@@ -51,7 +53,8 @@ class Running:
     """A started program. ``exit`` is its exit code, or minus the signal that killed it, once it ended."""
 
     program: Program
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | None
+    """None where it runs on another node."""
     log: BinaryIO
     complaint: str = ""
     """Why it failed in its own words: its line `error: …`, else the first exception of its last series."""
@@ -100,6 +103,12 @@ class Running:
         name = processes.signal_name(-self.exit)
         memory = " (often: the machine ran out of memory)" if name == "SIGKILL" else ""
         return f"was killed by {name}{memory}"
+
+
+class Readable(Protocol):
+    """What a selector takes."""
+
+    def fileno(self) -> int: ...
 
 
 class Supervisor:
@@ -190,9 +199,18 @@ class Supervisor:
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):
                     os.read(self._wake_read, 4096)
-            else:
+            elif isinstance(key.data, Running):
                 self._read(key.data)
+            else:
+                key.data()
         self._reap()
+
+    def hear(self, source: Readable, arrived: Callable[[], None]) -> None:
+        """Call ``arrived`` from `turn` and `rest` whenever ``source`` can be read."""
+        self._selector.register(source, selectors.EVENT_READ, arrived)
+
+    def hear_no_more(self, source: Readable) -> None:
+        self._selector.unregister(source)
 
     def wait_for(self, names: Iterable[str], limit: float) -> None:
         """Wait until all of ``names`` ended. Raises TimeoutError naming those that did not, and Stopped."""
@@ -224,17 +242,23 @@ class Supervisor:
         if running.exit is None:
             running.verdict = verdict
             running.ended_by_us = not verdict
-        mark = f"{PROCESS_VARIABLE}={running.program.name}".encode()
-        processes.end_members(self._pid, running.process.pid, mark)
+        self._kill(running)
         while running.exit is None:  # it is dead, and only to be reaped
             self.rest(0.05)
         self._close(running)
+
+    def _kill(self, running: Running) -> None:
+        mark = f"{PROCESS_VARIABLE}={running.program.name}".encode()
+        processes.end_members(self._pid, running.process.pid, mark)
+
+    def tell_to_end(self, running: Running) -> None:
+        processes.send(running.process.pid, signal.SIGTERM, group=True)
 
     def _terminate(self, some: Iterable[Running], limit: float) -> None:
         living = [running for running in some if running.exit is None]
         for running in living:
             running.ended_by_us = True
-            processes.send(running.process.pid, signal.SIGTERM, group=True)
+            self.tell_to_end(running)
         deadline = time.monotonic() + limit
         patience = self.signals
         while (
@@ -246,7 +270,7 @@ class Supervisor:
 
     def _reap(self) -> None:
         """Note who ended, adopted orphans included, so that no zombie stays."""
-        by_pid = {running.process.pid: running for running in self.running.values()}
+        by_pid = {running.process.pid: running for running in self.running.values() if running.process}
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
@@ -255,13 +279,17 @@ class Supervisor:
             if pid == 0:
                 return
             if (running := by_pid.get(pid)) is not None:
-                running.exit = running.process.returncode = os.waitstatus_to_exitcode(status)
-                running.ended_at = time.monotonic()
+                running.process.returncode = os.waitstatus_to_exitcode(status)
                 self._read(running)
+                self._ended(running, running.process.returncode)
+
+    def _ended(self, running: Running, code: int) -> None:
+        """Take note of the end of a program."""
+        running.exit, running.ended_at = code, time.monotonic()
 
     def _read(self, running: Running) -> None:
         """Take what the program has written so far."""
-        stream = running.process.stdout
+        stream = running.process.stdout if running.process else None
         if stream is None or stream.closed:
             return
         while True:
@@ -304,6 +332,8 @@ class Supervisor:
             self._complain(f"{file} cannot be written: {error.strerror}; lines are lost until it can")
 
     def _close(self, running: Running) -> None:
+        if running.process is None:
+            return running.log.close()
         stream = running.process.stdout
         if stream is None or stream.closed:
             return

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Mapping
 from typing import Any
 
 from stackrl.runtime import processes
 from stackrl.runtime.heartbeat import DUMP_SIGNAL, Listener
+from stackrl.runtime.launch import money
 from stackrl.runtime.launch.plan import ORCHESTRATOR
+from stackrl.runtime.nodes.crew import Crew
 from stackrl.runtime.notes import Notes
 from stackrl.runtime.run import RunFolder
-from stackrl.runtime.stopping import out_of_hours, preempted
+from stackrl.runtime.stopping import out_of_hours, out_of_money, preempted
 from stackrl.runtime.supervisor import Supervisor
 from stackrl.schemas.limits import Limits
 
@@ -24,21 +27,11 @@ class Idle(Exception):
     """Nothing has been achieved for too long. The text names who was waited for."""
 
 
-class Watch:
-    """The eyes on one attempt."""
+class SignsOfLife:
+    """The eyes on the processes of one node."""
 
-    def __init__(
-        self, run: RunFolder, limits: Limits, listener: Listener, supervisor: Supervisor, notes: Notes
-    ) -> None:
-        self._run, self._limits, self._listener = run, limits, listener
-        self._supervisor, self._notes = supervisor, notes
-        self._achieved: tuple[object, object] | None = None
-        self._achieved_at = self._looked_at = time.monotonic()
-
-    def orchestrator(self, pids: Mapping[str, int]) -> dict[str, Any]:
-        """What the orchestrator said last; {} where it is not there."""
-        pid = pids.get(ORCHESTRATOR)
-        return {} if pid is None else self._listener.says(ORCHESTRATOR, pid)
+    def __init__(self, listener: Listener, supervisor: Supervisor) -> None:
+        self._listener, self._supervisor = listener, supervisor
 
     def end_silent(self, pids: Mapping[str, int]) -> None:
         """SIGKILL processes that give no sign of life, which makes them failed; their stacks come first."""
@@ -57,6 +50,25 @@ class Watch:
         while (left := deadline - time.monotonic()) > 0:
             self._supervisor.rest(left)
 
+
+class Watch(SignsOfLife):
+    """The eyes on one attempt."""
+
+    def __init__(
+        self, run: RunFolder, limits: Limits, listener: Listener, supervisor: Crew, notes: Notes
+    ) -> None:
+        super().__init__(listener, supervisor)
+        self._run, self._limits, self._crew = run, limits, supervisor
+        self._hourly = money.hourly_on_node(run, os.environ)
+        self._notes = notes
+        self._achieved: tuple[object, object] | None = None
+        self._achieved_at = self._looked_at = time.monotonic()
+
+    def orchestrator(self, pids: Mapping[str, int]) -> dict[str, Any]:
+        """What the orchestrator said last; {} where it is not there."""
+        pid = pids.get(ORCHESTRATOR)
+        return {} if pid is None else self._listener.says(ORCHESTRATOR, pid)
+
     def mind_idleness(self, pids: Mapping[str, int]) -> None:
         """Raises Idle, after dumping the stacks of all roles."""
         now, said = time.monotonic(), self.orchestrator(pids)
@@ -67,16 +79,19 @@ class Watch:
         if achieved != self._achieved:
             self._achieved, self._achieved_at = achieved, now
         if now - self._achieved_at > self._limits.idle_minutes * 60:
+            self._crew.dump_stacks_elsewhere()
             self.dump_stacks(pids)
             raise Idle(self._idle_words(said))
 
     def mind_ends(self) -> None:
-        """Raises Stopped where the run's hours are over or its machine is being taken away."""
+        """Raises Stopped where the run's hours or money are over or its machine is being taken away."""
         if self._run.preempt.exists():
             raise preempted()
         hours = self._limits.hours
         if hours is not None and self._notes.used > hours * 3600:
             raise out_of_hours(hours)
+        if self._limits.cost is not None and money.spent(self._limits, self._hourly, self._notes.used):
+            raise out_of_money(self._limits.cost)
 
     def _idle_words(self, said: Mapping[str, Any]) -> str:
         limit = f"{self._limits.idle_minutes:g} min (limits.idle_minutes)"

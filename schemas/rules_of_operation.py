@@ -8,7 +8,7 @@ from pathlib import Path as File
 from stackrl.schemas import skypilot
 from stackrl.schemas.guards import VARIABLE
 from stackrl.schemas.problems import Problem, at
-from stackrl.schemas.split import Task
+from stackrl.schemas.split import Task, nodes_of_role
 from stackrl.schemas.stack import Stack, settings_of
 
 Problems = Iterator[Problem]
@@ -49,6 +49,14 @@ def shared_checkpoints(stack: Stack, task: Task) -> Problems:
         yield Problem(
             at("checkpoint", "path"), what, "write an absolute path, at which all nodes see the same storage"
         )
+    if not path and (nodes := nodes_of_role(stack, task, "trainer")) > 1:
+        what = f"each of the trainer's {nodes} nodes would keep its part of a checkpoint for itself"
+        mend = "say path: /…, a folder at which all nodes see the same storage"
+        yield Problem(at("checkpoint", "path"), what, mend)
+    if stack.weights.transport == "folder" and not stack.weights.path and skypilot.nodes(task) > 1:
+        what = "each node would look for new weights in a folder of its own"
+        mend = "say path: /…, a folder at which all nodes see the same storage, or use transport: pull"
+        yield Problem(at("weights", "path"), what, mend)
 
 
 def secrets_are_brought(stack: Stack, task: Task) -> Problems:

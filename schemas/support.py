@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stackrl.schemas import rules, skypilot
+from stackrl.schemas import rules
 from stackrl.schemas.problems import Problem
 from stackrl.schemas.rules import at
 from stackrl.schemas.split import Task
@@ -23,26 +23,16 @@ def unsupported(stack: Stack, task: Task) -> list[Problem]:
 
 
 def unsupported_here(task: Task) -> list[Problem]:
-    """What only SkyPilot does for a task: without it, nobody would bring these files and secrets."""
+    """What only SkyPilot does for a task: without it, nobody would bring these files."""
     mend = "put the files where the run expects them and remove it, or start the stack with `sky launch`"
-    problems = [
+    return [
         Problem((key,), "nothing is mounted or copied on this machine", mend, at_key=True)
         for key in ("file_mounts", "volumes")
         if task.get(key)
     ]
-    secrets = task.get("secrets")
-    for name, value in secrets.items() if isinstance(secrets, dict) else ():
-        if value is not None:
-            what = "a run on this machine takes secrets from the environment, not from its file"
-            problems.append(Problem(("secrets", name), what, f"type `export {name}=…` and write null here"))
-    return problems
 
 
 def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
-    nodes = skypilot.nodes(task)
-    if nodes > 1:
-        mend = "say num_nodes: 1 and split its GPUs or processes"
-        yield Problem(("num_nodes",), f"runs on several nodes ({nodes}) are not there yet", mend)
     for key in ("service", "pool"):
         if key in task:
             yield Problem((key,), "this part of SkyPilot is not used by a run", "remove it", at_key=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from stackrl.runtime.heartbeat import PROCESS_VARIABLE
+from stackrl.runtime.launch.backends import LOCAL, at_work
+from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.processes import descendants, parent_of
 from stackrl.runtime.run import Endpoints, RunError, RunFolder, find_run
 
@@ -43,6 +45,9 @@ class Purpose:
     closed: bool
 
 
+MEETING = Purpose("meeting of the nodes (nonces that the token answers)", True)
+
+
 def show(name: str, output: str) -> int:
     """Print the listening ports of the run called ``name``. 0: each is protected, 1: one is not."""
     run = find_run(name)
@@ -57,6 +62,9 @@ def show(name: str, output: str) -> int:
 def ports_of(run: RunFolder) -> list[Socket]:
     """Every listening TCP socket of the run's processes, by port. Raises RunError where it is not running."""
     if (root := run.keeper()) is None:
+        if Handle.of(run).backend != LOCAL and at_work(run):
+            there = f"`stackrl exec {run.id} -- stackrl ports {run.id}`"
+            raise RunError(f"run {run.id} listens on the machines where it is; its first node tells: {there}")
         raise RunError(
             f"run {run.id} is not running, so it listens on no port; see `stackrl status {run.id}`"
         )
@@ -137,7 +145,7 @@ def _known(endpoints: Endpoints) -> dict[int, Purpose]:
 
 
 def _judged(address: str, port: int, pid: int, process: str, known: dict[int, Purpose]) -> Socket:
-    purpose = known.get(port) or _of_a_library(process)
+    purpose = known.get(port) or (MEETING if process == "node" else _of_a_library(process))
     where = ip_address(address)
     if where.is_loopback:
         reach = LOOPBACK
