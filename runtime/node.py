@@ -23,6 +23,7 @@ from stackrl.runtime.heartbeat import Listener
 from stackrl.runtime.launch import money
 from stackrl.runtime.launch.admit import Planner, admit
 from stackrl.runtime.launch.again import go_on, recreate
+from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.launch.plan import ORCHESTRATOR, RUN, Process, make_plan
 from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
@@ -119,7 +120,9 @@ def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
         if (found := recreate(run_id, loaded, planner, here=alone)) is not None:
             return found
     stack, plan = admit(loaded, planner, here=alone)
-    return create_run(loaded.name, loaded.path, loaded.hash, stack, plan, run_id=run_id)
+    run = create_run(loaded.name, loaded.path, loaded.hash, stack, plan, run_id=run_id)
+    Handle("local", submitted=time.time(), hourly=money.hourly_on_node(run, os.environ)).write(run)
+    return run
 
 
 def _refuse_spent(run: RunFolder) -> None:

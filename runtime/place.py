@@ -54,7 +54,7 @@ class Place:
     def _at(cls, rank: int, addresses: tuple[str, ...], name: str) -> Place:
         if rank >= len(addresses):
             raise RunError(f"{name} is {rank}, but the task has {len(addresses)} nodes: start one on each")
-        return cls(rank, addresses)
+        return cls(rank, addresses) if len(addresses) > 1 else cls()  # alone, it opens nothing to a network
 
 
 def job_run_id(name: str, environment: Mapping[str, str]) -> str | None:

@@ -26,6 +26,10 @@ def out_of_hours(hours: float) -> Stopped:
     return Stopped(f"stopped after {hours:g} h of work, its limit (limits.hours)")
 
 
+def out_of_money(cost: float) -> Stopped:
+    return Stopped(f"stopped after ${cost:,.2f}, its limit (limits.cost)")
+
+
 def longest_end(run: RunFolder) -> float:
     """Seconds within which the node program of ``run`` ends after it was told to, a last checkpoint
     included."""
