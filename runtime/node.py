@@ -24,19 +24,19 @@ from stackrl.runtime.launch import money
 from stackrl.runtime.launch.admit import Planner, admit
 from stackrl.runtime.launch.again import go_on, recreate
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.plan import ORCHESTRATOR, RUN, Process, make_plan
+from stackrl.runtime.launch.plan import ORCHESTRATOR, Process, make_plan
 from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.monitor.lines import Prefixed
 from stackrl.runtime.monitor.notify import tell_end
-from stackrl.runtime.nodes.crew import Crew, contents
-from stackrl.runtime.nodes.follower import PYTHON, fingerprint, follow
-from stackrl.runtime.nodes.meeting import MEETING_LIMIT, Facts, listen
+from stackrl.runtime.nodes.beginning import gather, prepare, preparing
+from stackrl.runtime.nodes.crew import Crew
+from stackrl.runtime.nodes.follower import follow
 from stackrl.runtime.notes import NODE, Notes, tell, write_end
 from stackrl.runtime.place import Place, job_run_id
 from stackrl.runtime.processes import guarded, send
 from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restarts
-from stackrl.runtime.roles import Roles, blame, words
+from stackrl.runtime.roles import RoleFailed, Roles, blame, words
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token, runs_home
 from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
 from stackrl.runtime.supervisor import Program, Running
@@ -44,19 +44,11 @@ from stackrl.runtime.watch import Idle, Watch
 from stackrl.schemas.loader import LoadedStack, load
 
 PREPARE = (sys.executable, "-m", "stackrl.runtime.trainer.models.prepare")
-PREPARE_LIMIT = 3600.0
-"""Seconds for the first weights, a download included."""
 FINISH_LIMIT = 900.0
 """Seconds between the first and the last end of orchestrator and trainer ranks: the model is saved then."""
 SETTLE_SECONDS = 0.5
 """Time after a failure in which roles fail of the same cause, to tell cause from consequence."""
-PREPARING, PREEMPTION = "prepare", "preemption"
-SHARED = ("run.json", "stack.json", "plan.json")
-"""What the other nodes get of the run's folder when they come; Roles gives them the rest."""
-
-
-class RoleFailed(Exception):
-    """A role ended before its work was done, and is not started again."""
+PREEMPTION = "preemption"
 
 
 def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] = PREPARE) -> int:
@@ -73,19 +65,12 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
     path = Path(argument)
     if path.is_dir() and not (path / "run.json").exists():
         raise RunError(f"{path} is not the folder of a run; name one of {runs_home()}, or a stack file")
-    if place.nodes > 1 and not os.environ.get(TOKEN_VARIABLE):
-        raise RunError(
-            f"{place.nodes} nodes need the same {TOKEN_VARIABLE} to trust each other; "
-            f"`export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`, then launch with `--secret {TOKEN_VARIABLE}`"
-        )
+    loaded = None if path.is_dir() else load(path)
+    _refuse_place(place, loaded)
     if place.rank > 0:
-        return follow(
-            place, token, RunFolder(path).read("run.json")["hash"] if path.is_dir() else load(path).hash
-        )
-    if path.is_dir():
-        run, show = RunFolder(path), False  # `stackrl launch` shows it
-    else:
-        run, show = _run_of(load(path), place, planner), True
+        return follow(place, token, loaded.hash if loaded else RunFolder(path).read("run.json")["hash"])
+    run = _run_of(loaded, place, planner) if loaded else RunFolder(path)
+    show = loaded is not None  # else `stackrl launch` shows it
     if run.state().status == "finished":
         if job_run_id(run.read("run.json")["name"], os.environ) == run.id:  # its job was started once more
             tell(explain(run))
@@ -103,14 +88,22 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
         return code
 
 
-def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
-    """The run of a stack file: a new one, or that of the managed job which starts this node again."""
-    wanted = loaded.task.get("num_nodes") or 1
-    if wanted != place.nodes:
+def _refuse_place(place: Place, loaded: LoadedStack | None) -> None:
+    """Raises RunError where these nodes cannot work on ``loaded`` together."""
+    if loaded is not None and (wanted := loaded.task.get("num_nodes") or 1) != place.nodes:
         raise RunError(
             f"{loaded.path} says `num_nodes: {wanted}`, but this task runs on {place.nodes} node(s); "
             "start it as it is written, without `--num-nodes`"
         )
+    if place.nodes > 1 and not os.environ.get(TOKEN_VARIABLE):
+        raise RunError(
+            f"{place.nodes} nodes need the same {TOKEN_VARIABLE} to trust each other; "
+            f"`export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`, then launch with `--secret {TOKEN_VARIABLE}`"
+        )
+
+
+def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
+    """The run of a stack file: a new one, or that of the managed job which starts this node again."""
     alone = place.nodes == 1  # what several nodes have is compared when they meet
     run_id = job_run_id(loaded.name, os.environ)
     if run_id is not None:
@@ -161,8 +154,7 @@ class _Attempt:
         self._prepare = prepare
         self._limits = run.stack().limits
         self._processes = [Process(**process) for process in run.read("plan.json")["processes"]]
-        preparing = [f"{PREPARING}-{node}" for node in range(1, place.nodes)]
-        names = [NODE, PREPARING, *preparing, PREEMPTION, *(process.name for process in self._processes)]
+        names = [NODE, *preparing(place), PREEMPTION, *(process.name for process in self._processes)]
         self._notes = Notes(run, Prefixed(sys.stdout, names) if show else None)
         self._listener = Listener(run.heartbeats, self._limits.silence_seconds)
 
@@ -189,8 +181,8 @@ class _Attempt:
         """Do the work. Status, reason and exit code of its end."""
         try:
             self._clean()
-            self._meet()
-            self._prepare_model()
+            gather(self._run, self._place, self._token, self._processes, self._supervisor, self._notes)
+            prepare(self._run, self._place, self._token, self._prepare, self._supervisor)
             self._start()
             self._until_done()
         except Stopped as stop:
@@ -209,49 +201,6 @@ class _Attempt:
         self._run.heartbeats.mkdir(mode=0o700, exist_ok=True)
         for file in self._run.heartbeats.iterdir():
             file.unlink()
-
-    def _meet(self) -> None:
-        """Wait for the other nodes of the run. Raises RoleFailed and TimeoutError."""
-        if self._place.nodes == 1:
-            return
-        self._notes.say(f"waiting for {self._place.nodes - 1} more node(s) at {self._place.addresses[0]}")
-        mine = Facts.here(self._place, self._run.read("run.json")["hash"], os.environ)
-        files = contents(self._run.path, SHARED) | {"id": self._run.id.encode()}
-        alike = [sorted({process.node for process in self._of(pool)}) for pool in self._pools()]
-        try:
-            listener = listen(self._place, os.environ)
-            self._supervisor.meet(listener, self._token, mine, alike, files, MEETING_LIMIT)
-        except (RunError, ValueError) as error:
-            raise RoleFailed(str(error)) from None
-        self._notes.event("met", nodes=list(self._place.addresses))
-
-    def _prepare_model(self) -> None:
-        """Make the first weights and the tokenizer on every node, unless an earlier attempt did."""
-        preparing = []
-        for node in range(self._place.nodes):
-            if node == 0 and self._run.model.exists():
-                continue
-            name = PREPARING if node == 0 else f"{PREPARING}-{node}"
-            here = [*self._prepare, str(self._run.path)]
-            command = here if node == 0 else [PYTHON, *self._prepare[1:], RUN]
-            program = Program(name, command, {TOKEN_VARIABLE: self._token} if node == 0 else {}, node=node)
-            preparing.append(self._supervisor.start(program))
-        self._supervisor.wait_for([one.program.name for one in preparing], PREPARE_LIMIT)
-        if failed := [one for one in preparing if one.status == "failed"]:
-            raise RoleFailed(blame(failed))
-        mine = fingerprint(self._run.model) if self._place.nodes > 1 else ""
-        others = self._supervisor.fingerprints().items()
-        if unlike := [node for node, found in others if found != mine]:
-            raise RoleFailed(
-                f"node(s) {', '.join(map(str, unlike))} made other first weights than node 0: have all "
-                "nodes the same version of torch, and is the model's `revision` said?"
-            )
-
-    def _pools(self) -> list[str]:
-        return list(dict.fromkeys(process.pool for process in self._processes))
-
-    def _of(self, pool: str) -> list[Process]:
-        return [process for process in self._processes if process.pool == pool]
 
     def _start(self) -> None:
         self._roles.start()

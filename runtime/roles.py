@@ -25,6 +25,10 @@ ANEW = ("endpoints.json", "state.json", "restore.json")
 """What of the run's folder changes with an incarnation."""
 
 
+class RoleFailed(Exception):
+    """A role ended before its work was done, and is not started again."""
+
+
 class Roles:
     """Engines, orchestrator and trainer ranks; the last two are the workers, which live and end together."""
 

@@ -45,7 +45,18 @@ STUBBORN_TREE = TREE.replace(
 
 STACK: dict[str, Any] = {
     "version": 1,
-    "model": {"init": "random", "architecture": "qwen3"},
+    "model": {
+        "init": "random",
+        "architecture": "qwen3",
+        "config": {
+            "hidden_size": 64,
+            "intermediate_size": 128,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "head_dim": 16,
+        },
+    },
     "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
     "environments": [{"name": "reverse", "type": "reverse_text"}],
     "stages": [

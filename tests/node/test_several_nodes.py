@@ -58,7 +58,7 @@ print(json.dumps({
 }), flush=True)
 """
 SERVES = SAYS + "time.sleep(600)"
-WORKS = SAYS + "time.sleep(float(os.environ['WORK_SECONDS']))"
+WORKS = SAYS + "while not pathlib.Path(os.environ['OVER']).exists(): time.sleep(0.1)"
 
 
 @pytest.fixture(autouse=True)
@@ -70,9 +70,9 @@ def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Nodes:
     """The programs of three nodes, with SkyPilot's variables or Slurm's."""
 
-    def __init__(self, stack: Path, *, work: float, slurm: bool = False, engine: str = SERVES) -> None:
-        self.stack, self.engine = stack, engine
-        self._work, self._slurm = work, slurm
+    def __init__(self, stack: Path, *, slurm: bool = False) -> None:
+        self.stack, self._slurm = stack, slurm
+        self._over = stack.with_name("over")
         self.programs: dict[int, subprocess.Popen[str]] = {}
 
     def start(self, *ranks: int, **variables: str) -> None:
@@ -89,14 +89,18 @@ class Nodes:
                 "SLURM_JOB_ID": str(self.stack),
                 "STACKRL_NODE_ADDRESSES": ",".join(ADDRESSES),
             }
-            own = {"STACKRL_TOKEN": TOKEN, "WORK_SECONDS": str(self._work)}
+            own = {"STACKRL_TOKEN": TOKEN, "OVER": str(self._over)}
             self.programs[rank] = subprocess.Popen(
-                [sys.executable, "-c", NODE, str(self.stack), self.engine, WORKS],
+                [sys.executable, "-c", NODE, str(self.stack), SERVES, WORKS],
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
                 env={**os.environ, **(slurm if self._slurm else sky), **own, **variables},
             )
+
+    def finish(self) -> None:
+        """Let the workers do what is left of their work: nothing."""
+        self._over.touch()
 
     def outputs(self) -> dict[int, str]:
         return {rank: program.communicate(timeout=90)[0] for rank, program in self.programs.items()}
@@ -131,7 +135,7 @@ def stack_file(folder: Path, **changes: object) -> Path:
 
 @pytest.fixture
 def nodes(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Nodes]:
-    made = Nodes(stack_file(tmp_path), **getattr(request, "param", {"work": 1.0}))
+    made = Nodes(stack_file(tmp_path), **getattr(request, "param", {}))
     yield made
     made.end()
 
@@ -153,8 +157,9 @@ def started(names: Sequence[str]) -> RunFolder:
     return wait_until(speaking, limit=120)
 
 
-@pytest.mark.parametrize("nodes", [{"work": 1.0}, {"work": 1.0, "slurm": True}], indirect=True)
+@pytest.mark.parametrize("nodes", [{}, {"slurm": True}], indirect=True)
 def test_each_node_runs_its_roles_at_its_address_and_ends_with_the_run(nodes: Nodes) -> None:
+    nodes.finish()
     nodes.start(2, 1)
     time.sleep(0.5)  # in any order
     nodes.start(0)
@@ -180,13 +185,13 @@ def test_each_node_runs_its_roles_at_its_address_and_ends_with_the_run(nodes: No
     assert not Path(first["folder"]).exists() and not Path(second["folder"]).exists()
 
 
-@pytest.mark.parametrize("nodes", [{"work": 8.0}], indirect=True)
 def test_an_engine_on_another_node_is_started_again_there(nodes: Nodes) -> None:
     nodes.start(0, 1, 2)
     run = started(["engine-0", "engine-1", "trainer-0"])
     [first] = said(run, "engine-1")
     os.kill(first["pid"], signal.SIGKILL)
-    wait_until(lambda: len(said(run, "engine-1")) == 2, limit=30)
+    wait_until(lambda: len(said(run, "engine-1")) == 2, limit=60)
+    nodes.finish()
     outputs = nodes.outputs()
     assert nodes.codes() == [0, 0, 0], outputs
     before, after = said(run, "engine-1")
@@ -197,19 +202,17 @@ def test_an_engine_on_another_node_is_started_again_there(nodes: Nodes) -> None:
     assert [(event["process"], "SIGKILL" in event["reason"]) for event in restarted] == [("engine-1", True)]
 
 
-@pytest.mark.parametrize("nodes", [{"work": 120.0}], indirect=True)
 def test_a_stopped_process_of_another_node_is_found_there(nodes: Nodes, tmp_path: Path) -> None:
     nodes.stack = stack_file(tmp_path, limits={"restarts": 2, "silence_seconds": 5})
     nodes.start(0, 1, 2)
     run = started(["engine-0", "engine-1", "trainer-0"])
     [first] = said(run, "engine-0")
     os.kill(first["pid"], signal.SIGSTOP)
-    wait_until(lambda: len(said(run, "engine-0")) == 2, limit=30)
+    wait_until(lambda: len(said(run, "engine-0")) == 2, limit=60)
     restarted = next(line for line in run.events.read_text().splitlines() if "restarted" in line)
     assert "engine-0 was silent" in restarted and "SIGSTOP" in restarted
 
 
-@pytest.mark.parametrize("nodes", [{"work": 120.0}], indirect=True)
 @pytest.mark.parametrize("rank", [0, 2])
 def test_a_lost_node_ends_the_others_with_the_code_that_starts_them_again(nodes: Nodes, rank: int) -> None:
     nodes.start(0, 1, 2)
@@ -226,10 +229,9 @@ def test_a_lost_node_ends_the_others_with_the_code_that_starts_them_again(nodes:
     wait_until(lambda: gone(*pids))
     if rank == 2:
         state = run.state()
-        assert state.status == "stopped" and "node 2 (127.0.0." in state.reason, state.reason
+        assert state.status == "stopped" and "node 2" in state.reason, state.reason
 
 
-@pytest.mark.parametrize("nodes", [{"work": 120.0}], indirect=True)
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_signal_to_any_node_ends_all(nodes: Nodes, rank: int) -> None:
     nodes.start(0, 1, 2)
@@ -242,7 +244,6 @@ def test_a_signal_to_any_node_ends_all(nodes: Nodes, rank: int) -> None:
     assert gone(*pids)
 
 
-@pytest.mark.parametrize("nodes", [{"work": 120.0}], indirect=True)
 def test_a_preemption_notice_at_any_node_stops_the_run(nodes: Nodes) -> None:
     nodes.start(0, 1, 2)
     run = started(["engine-0", "engine-1", "trainer-0"])
@@ -266,6 +267,7 @@ def test_nodes_that_do_not_fit_together_say_why_before_anything_starts(nodes: No
 
 
 def test_a_stranger_at_the_meeting_is_refused(nodes: Nodes) -> None:
+    nodes.finish()
     nodes.start(0, 1)
     place = Place(0, ADDRESSES)
     candidates = ports(place, {"SKYPILOT_TASK_ID": f"sky-{nodes.stack}"})
