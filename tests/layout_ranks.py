@@ -22,6 +22,7 @@ from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.protocol import Progress
 from stackrl.runtime.trainer.ranks import Rank, join, leave
 from stackrl.runtime.trainer.step import train_step
+from stackrl.runtime.trainer.validation import validate
 from stackrl.runtime.transport.messages import Sample
 from stackrl.schemas.degrees import Degrees
 from stackrl.schemas.optimizers import AdamW, Optimizer
@@ -59,11 +60,14 @@ class Outcome:
     """Of the first rank's batches."""
     weights: dict[str, Tensor]
     """After the last step."""
+    held_out: float
+    """The validation loss on the last batch then."""
 
     def furthest(self, other: Outcome) -> tuple[float, str]:
         """The largest difference, over what it is a difference of, and where it is."""
         pairs = {f"loss {i}": (a, b) for i, (a, b) in enumerate(zip(self.losses, other.losses, strict=True))}
         pairs |= {f"norm {i}": (a, b) for i, (a, b) in enumerate(zip(self.norms, other.norms, strict=True))}
+        pairs["validation"] = self.held_out, other.held_out
         differences = {name: abs(a - b) / abs(a) for name, (a, b) in pairs.items()}
         assert self.weights.keys() == other.weights.keys()
         for name, weight in self.weights.items():
@@ -102,6 +106,7 @@ def outcome(meshes: Meshes, case: Case) -> Outcome:
         [step.metrics["gradient_norm"] for step in steps],
         [torch.from_numpy(step.logprobs) for step in steps],
         {name: tensor.clone() for name, tensor in gathered(decoder, torch.float32)},
+        validate(decoder, batch.micro_batches)["validation_loss"],
     )
 
 
