@@ -8,6 +8,7 @@ stack, 130 Ctrl-C.
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import shlex
 import sys
@@ -61,38 +62,58 @@ def _told(error: Exception) -> int:
     raise error
 
 
+def _quick(verb: Callable[[argparse.Namespace], int]) -> Callable[[argparse.Namespace], int]:
+    """For verbs that only look and end at once: to collect garbage would take a sixth of their time."""
+
+    def without_collection(given: argparse.Namespace) -> int:
+        collecting = gc.isenabled()
+        gc.disable()
+        try:
+            return verb(given)
+        finally:
+            if collecting:
+                gc.enable()
+
+    return without_collection
+
+
+@_quick
 def _init(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import front
 
     return front.init(given.name, given.template, given.force)
 
 
+@_quick
 def _validate(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import front
 
     return front.validate(given.files, given.set, given.on_node, given.output)
 
 
+@_quick
 def _show(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import front
 
     return front.show(given.file, given.set, given.output)
 
 
+@_quick
 def _schema(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import front
 
     return front.schema(given.output)
 
 
+@_quick
 def _plan(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import front
 
-    return front.plan(given.file, given.set, given.output)
+    return front.plan(given.file, given.set, given.output, given.reply, given.exit_code)
 
 
 def _launch(given: argparse.Namespace) -> int:
-    from stackrl.runtime.launch import local
+    from stackrl.runtime.launch import backends
     from stackrl.runtime.run import RunError
     from stackrl.schemas.loader import load
 
@@ -107,8 +128,13 @@ def _launch(given: argparse.Namespace) -> int:
             f"type `stackrl launch FILE --resume {given.resume} {changes}`"
         )
     source = load(given.file, given.set) if given.file else None
-    return local.launch(
-        source, detach=given.detach, resume=given.resume, origin=given.origin, changes=given.set
+    return backends.launch(
+        source,
+        given.infra,
+        detach=given.detach,
+        resume=given.resume,
+        origin=given.origin,
+        changes=given.set,
     )
 
 
@@ -158,6 +184,12 @@ def _diff(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import difference
 
     return difference.diff(given.left, given.right, given.output)
+
+
+def _execute(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import runs
+
+    return runs.execute(given.run, given.command, given.node)
 
 
 def _down(given: argparse.Namespace) -> int:
@@ -236,14 +268,30 @@ def _parser() -> argparse.ArgumentParser:
     )
     _output(schema, "json", "markdown")
 
-    plan = verb("plan", _plan, "show which processes would run where")
+    plan = verb("plan", _plan, "show what would run where, what it needs, costs and takes")
     plan.add_argument("file", metavar="FILE")
+    plan.add_argument(
+        "--reply", type=_positive, metavar="TOKENS", help="mean tokens that a rollout samples, if known"
+    )
+    plan.add_argument(
+        "--exit-code",
+        action="store_true",
+        help="1 unless a run of this name is at work and has this very plan (0)",
+    )
     _sets(plan)
     _output(plan, "table", "json")
 
-    launch = verb("launch", _launch, "run a stack on this machine", aliases=["up"])
+    launch = verb(
+        "launch", _launch, "run a stack on this machine, a Slurm cluster or a cloud", aliases=["up"]
+    )
     launch.add_argument(
         "file", metavar="FILE", nargs="?", help="the stack; with --resume: what it goes on with"
+    )
+    launch.add_argument(
+        "--infra",
+        metavar="WHERE",
+        help="local (the default), slurm[/CLUSTER[/PARTITION]], a cloud of SkyPilot's (aws, gcp, k8s …), "
+        "or sky: whichever of the stack's resources SkyPilot finds cheapest",
     )
     launch.add_argument("-d", "--detach", action="store_true", help="return once it has started")
     launch.add_argument("--resume", metavar="RUN", help="go on with a run that ended early")
@@ -309,6 +357,15 @@ def _parser() -> argparse.ArgumentParser:
     diff.add_argument("right", metavar="RUN", help=_RUN_HELP)
     _output(diff, "table", "json")
 
+    execute = verb(
+        "exec", _execute, "run a command on a node of a run, as in `stackrl exec RUN -- nvidia-smi`"
+    )
+    execute.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    execute.add_argument("--node", type=_natural, default=0, help="which of its nodes (default: %(default)s)")
+    execute.add_argument(
+        "command", metavar="COMMAND", nargs="+", help="after `--`, so that its options are its own"
+    )
+
     down = verb("down", _down, "end a run and everything it started")
     down.add_argument("run", metavar="RUN", help=_RUN_HELP)
 
@@ -337,6 +394,12 @@ def _output(parser: argparse.ArgumentParser, *kinds: str) -> None:
     parser.add_argument(
         "-o", "--output", choices=kinds, default=kinds[0], help="form of the result (%(default)s)"
     )
+
+
+def _positive(text: str) -> int:
+    if (number := _natural(text)) == 0:
+        raise argparse.ArgumentTypeError("0 tokens are none")
+    return number
 
 
 def _natural(text: str) -> int:

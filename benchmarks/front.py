@@ -1,7 +1,8 @@
 """How long the front takes to answer: ``.venv/bin/python benchmarks/front.py [RUNS]``.
 
-Every run is a new process, so that nothing is loaded before. Wall time is what a person waits; processor
-time is what it takes where nothing else runs. Ends with 1 where validating glm5 takes longer than LIMIT.
+Every run is a new process, so that nothing is loaded before; the modules are compiled, as they are after the
+first run of an installation. Wall time is what a person waits; processor time is what it takes where nothing
+else runs. Ends with 1 where one of LIMITED takes longer than LIMIT.
 """
 
 from __future__ import annotations
@@ -11,40 +12,58 @@ import resource
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 LIMIT = 0.8
-"""Seconds, median of the wall time."""
+"""Seconds, median of the wall time; where more processes than cores want to run, of the processor time."""
+LIMITED = (("validate", "stacks/glm5.yaml"), ("plan", "stacks/glm5.yaml"))
 VERBS = (
-    ("validate", "stacks/glm5.yaml"),
+    *LIMITED,
     ("validate", "stacks/reverse-text-cpu.yaml"),
+    ("plan", "stacks/reverse-text-cpu.yaml"),
     ("show", "stacks/glm5.yaml"),
-    ("plan", "stacks/glm5.yaml"),
     ("--help",),
 )
 
 
 def main(runs: int) -> int:
+    with tempfile.TemporaryDirectory() as compiled:
+        return measure_all(runs, compiled)
+
+
+def measure_all(runs: int, compiled: str) -> int:
+    busy = os.getloadavg()[0] > (os.cpu_count() or 1)
     print(f"{runs} processes each, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}\n")
     print(f"| {'stackrl …':<38} | median s | slowest s | processor s |\n| --- | --- | --- | --- |")
-    medians = []
+    failed = False
     for arguments in VERBS:
-        walls, processors = zip(*(measure(arguments) for _ in range(runs)), strict=True)
-        medians.append(statistics.median(walls))
-        figures = f"{medians[-1]:.2f} | {max(walls):.2f} | {statistics.median(processors):.2f}"
-        print(f"| {'`' + ' '.join(arguments) + '`':<38} | {figures} |")
-    if medians[0] > LIMIT:
-        print(f"validating glm5 takes {medians[0]:.2f} s, more than {LIMIT} s", file=sys.stderr)
-    return int(medians[0] > LIMIT)
+        measure(arguments, compiled)
+        walls, processors = zip(*(measure(arguments, compiled) for _ in range(runs)), strict=True)
+        wall, processor = statistics.median(walls), statistics.median(processors)
+        figures = f"{wall:.2f} | {max(walls):.2f} | {processor:.2f}"
+        print(f"| {'`' + ' '.join(arguments) + '`':<38} | {figures} |", flush=True)
+        seconds = processor if busy else wall
+        if arguments in LIMITED and seconds > LIMIT:
+            print(f"`{' '.join(arguments)}` takes {seconds:.2f} s, more than {LIMIT} s", file=sys.stderr)
+            failed = True
+    return int(failed)
 
 
-def measure(arguments: tuple[str, ...]) -> tuple[float, float]:
-    """Wall and processor seconds of one command line."""
+def measure(arguments: tuple[str, ...], compiled: str) -> tuple[float, float]:
+    """Wall and processor seconds of one command line. ``compiled``: folder of the compiled modules."""
+    environment = {**os.environ, "PYTHONPYCACHEPREFIX": compiled}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
     before, began = _processor_seconds(), time.monotonic()
     subprocess.run(
-        [sys.executable, "-m", "stackrl", *arguments], cwd=ROOT, capture_output=True, check=True, timeout=120
+        [sys.executable, "-m", "stackrl", *arguments],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        check=True,
+        timeout=120,
     )
     return time.monotonic() - began, _processor_seconds() - before
 

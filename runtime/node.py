@@ -33,7 +33,7 @@ from stackrl.runtime.nodes.beginning import gather, prepare, preparing
 from stackrl.runtime.nodes.crew import Crew
 from stackrl.runtime.nodes.follower import follow
 from stackrl.runtime.notes import NODE, Notes, tell, write_end
-from stackrl.runtime.place import Place, job_run_id
+from stackrl.runtime.place import ADDRESSES_VARIABLE, Place, job_run_id
 from stackrl.runtime.processes import guarded, send
 from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restarts
 from stackrl.runtime.roles import RoleFailed, Roles, blame, words
@@ -42,6 +42,7 @@ from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
 from stackrl.runtime.supervisor import Program, Running
 from stackrl.runtime.watch import Idle, Watch
 from stackrl.schemas.loader import LoadedStack, load
+from stackrl.schemas.split import is_mixed
 
 PREPARE = (sys.executable, "-m", "stackrl.runtime.trainer.models.prepare")
 FINISH_LIMIT = 900.0
@@ -90,6 +91,11 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
 
 def _refuse_place(place: Place, loaded: LoadedStack | None) -> None:
     """Raises RunError where these nodes cannot work on ``loaded`` together."""
+    if loaded is not None and is_mixed(loaded.stack) and not os.environ.get(ADDRESSES_VARIABLE):
+        raise RunError(
+            f"roles of {loaded.path} have machines of their own kind, which plain `sky launch` cannot get; "
+            f"type `stackrl launch {loaded.path} --infra k8s`, or `--infra slurm`"
+        )
     if loaded is not None and (wanted := loaded.task.get("num_nodes") or 1) != place.nodes:
         raise RunError(
             f"{loaded.path} says `num_nodes: {wanted}`, but this task runs on {place.nodes} node(s); "

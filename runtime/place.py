@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from stackrl.runtime.run import RunError, plain
 
 ADDRESSES_VARIABLE, RANK_VARIABLE = "STACKRL_NODE_ADDRESSES", "STACKRL_NODE_RANK"
+RUN_VARIABLE = "STACKRL_RUN"
+"""Names the run that nodes work on, whichever machines they are."""
 _SCONTROL_LIMIT = 30.0
 
 
@@ -58,10 +60,13 @@ class Place:
 
 
 def job_run_id(name: str, environment: Mapping[str, str]) -> str | None:
-    """The run that a managed job of SkyPilot works on: the same one whenever it is started again.
+    """The run that a job works on: the same one whenever it is started again.
 
-    From SKYPILOT_MANAGED_JOB_ID, and in a group of jobs SKYPILOT_JOB_RANK; None where this is no such job.
+    From RUN_VARIABLE, which `stackrl launch` sets; else from SKYPILOT_MANAGED_JOB_ID, and in a group of jobs
+    SKYPILOT_JOB_RANK; None where this is no such job.
     """
+    if run := environment.get(RUN_VARIABLE):
+        return plain(run)
     if not (job := environment.get("SKYPILOT_MANAGED_JOB_ID")):
         return None
     rank = environment.get("SKYPILOT_JOB_RANK")

@@ -6,6 +6,10 @@ plan.json         processes, ports, cores
 endpoints.json    the addresses of this incarnation; an engine keeps its own for the whole attempt
 state.json        status, attempt, incarnation, role states, why it ended
 restore.json      the checkpoint from which this incarnation goes on
+handle.json       who carries the run (launch/handle.py)
+slurm.sh          the script of its Slurm job
+task.json, launched.yaml, sky.yaml
+                  the file as it was launched, the one that its nodes read, and what SkyPilot was given
 heartbeats/       what each process does now (heartbeat.py)
 preempt           whoever makes this file says that the machine is being taken away
 logs/<attempt>/<role>.log

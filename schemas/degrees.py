@@ -6,10 +6,8 @@ from dataclasses import dataclass
 from math import gcd
 
 from stackrl.schemas.model import RandomModel
+from stackrl.schemas.shapes import EXPERT_COUNTS, experts_in, shape_of
 from stackrl.schemas.stack import Stack
-
-EXPERT_COUNTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""What the families' configs call the number of experts of a layer."""
 
 
 @dataclass(frozen=True)
@@ -40,7 +38,13 @@ def degrees_of(stack: Stack, ranks: int) -> Degrees:
 
 
 def experts_of(stack: Stack) -> int | None:
-    """Experts of each layer, as far as the stack says so; None where it does not, or there are none."""
-    if not isinstance(stack.model, RandomModel):
-        return None
-    return next((count for key in EXPERT_COUNTS if (count := stack.model.config.get(key))), None)
+    """Experts of each layer that has any; None where there are none, or nothing says so.
+
+    What only this machine's cache knows does not count: every node has to find the same.
+    """
+    if isinstance(stack.model, RandomModel):
+        said = next((count for key in EXPERT_COUNTS if (count := stack.model.config.get(key))), None)
+        if said:  # whatever else of the config may be wrong
+            return said
+    known = shape_of(stack.model, cached=False)
+    return known and experts_in(known.shape)

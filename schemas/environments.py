@@ -8,7 +8,7 @@ from pydantic import Field, JsonValue
 
 from stackrl.schemas.base import Model, Name
 
-EnvironmentType = Literal["reverse_text", "reverse_text_tries", "swap_words", "swe"]
+EnvironmentType = Literal["reverse_text", "reverse_text_tries", "swap_words", "wordle", "math", "swe"]
 
 
 class Environment(Model):

@@ -67,6 +67,9 @@ def file_schema() -> dict[str, Any]:
             for pattern in schema["properties"]["envs"]["patternProperties"]
         },
     }
+    for role in ("TrainerRole", "EngineRole"):
+        own = stack["$defs"][role]["properties"]["resources"]
+        own["anyOf"] = [{"$ref": "#/properties/resources"}, {"type": "null"}]
     return {
         **schema,
         "$schema": DIALECT,

@@ -12,6 +12,9 @@ class Limits(Model):
 
     hours: float | None = Field(default=None, gt=0)
     """Hours after which the run is saved and stopped, all its starts together; by default there is no end."""
+    cost: float | None = Field(default=None, gt=0)
+    """Dollars after which the run is saved and stopped, all its starts together; by default there is no end.
+    It needs the price of the machines (docs/launching.md)."""
     idle_minutes: float = Field(default=60.0, gt=0)
     """Minutes without a finished rollout or an optimizer step after which the run ends as failed."""
     silence_seconds: float = Field(default=60.0, ge=5)

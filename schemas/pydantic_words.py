@@ -131,6 +131,8 @@ def _pydantic_words(kind: str, context: Mapping, value: Any, schema: JsonSchema)
     if kind in _LIMITS:
         key, words = _LIMITS[kind]
         return f"must be {words} {context[key]:.15g}, is {show(value)}", ""
+    if kind == "int_parsing_size":
+        return f"is too large a number: {show(value)}", "write a smaller one"
     if kind in ("too_short", "string_too_short"):
         count = context["min_length"]
         return (f"must not be empty, is {show(value)}" if count == 1 else f"must hold at least {count}"), ""

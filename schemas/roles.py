@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from stackrl.schemas.base import Model, Size
 
 Count = Annotated[int, Field(ge=1)]
 
+Resources = Annotated[dict[str, JsonValue], Field(min_length=1, examples=["{accelerators: 'B200:8'}"])]
+"""SkyPilot's own words, checked against its schema (schemas/rules_of_hardware.py)."""
+
 
 class TrainerRole(Model):
-    """What the trainer gets. Exactly one of the keys."""
+    """What the trainer gets. Exactly one of nodes, gpus and processes."""
 
     nodes: Count | None = None
     """Whole nodes."""
@@ -20,6 +23,8 @@ class TrainerRole(Model):
     """GPUs of the one node."""
     processes: Count | None = None
     """Processes, on a machine without GPUs."""
+    resources: Resources | None = None
+    """Machines of its own kind: words of SkyPilot's `resources`, laid over the task's. Goes with nodes."""
 
 
 class EngineRole(Model):
@@ -31,6 +36,8 @@ class EngineRole(Model):
     """GPUs of the one node."""
     processes: Count | None = None
     """Engines, on a machine without GPUs."""
+    resources: Resources | None = None
+    """Machines of its own kind: words of SkyPilot's `resources`, laid over the task's. Goes with nodes."""
     share: Literal["trainer"] | None = None
     """Run on the trainer's own GPU."""
     engine_memory: Size | None = None
@@ -38,7 +45,10 @@ class EngineRole(Model):
 
 
 class Roles(Model):
-    """The split. It adds up to `num_nodes`, or, on one node, to its GPUs."""
+    """The split. It adds up to `num_nodes`, or, on one node, to its GPUs.
+
+    Roles with `resources` of their own make a run on mixed hardware.
+    """
 
     trainer: TrainerRole
     inference: EngineRole | None = None

@@ -22,7 +22,15 @@ from stackrl.schemas.rules_of_data import (
     stages_learn_from_one_source,
     validation_has_one_source,
 )
-from stackrl.schemas.rules_of_degrees import degrees_divide, engines_fill_their_gpus
+from stackrl.schemas.rules_of_degrees import context_divides_heads, degrees_divide, engines_fill_their_gpus
+from stackrl.schemas.rules_of_hardware import (
+    all_roles_compute_alike,
+    machines_are_skypilots,
+    machines_end_alike,
+    own_machines_are_of_one_kind,
+    own_machines_are_whole,
+)
+from stackrl.schemas.rules_of_memory import accelerators_are_known, model_fits
 from stackrl.schemas.rules_of_mixtures import replay_has_routes
 from stackrl.schemas.rules_of_operation import (
     growth_can_count,
@@ -32,7 +40,8 @@ from stackrl.schemas.rules_of_operation import (
     shared_checkpoints,
 )
 from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
-from stackrl.schemas.split import Task, roles_of
+from stackrl.schemas.rules_of_tasks import keys_are_spelt, nodes_are_counted, secrets_are_not_written
+from stackrl.schemas.split import Task, is_mixed, kinds_of_role, roles_of
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
 
@@ -54,9 +63,13 @@ def check(stack: Stack, task: Task | None, file: File) -> list[Problem]:
     if foreign := list(changes_belong(stack)):
         return foreign
     problems = [problem for rule in STACK_RULES for problem in rule(stack)]
+    if wrong_machines := list(machines_are_skypilots(stack)):
+        return problems + wrong_machines
     if task is not None:
         problems += [problem for rule in TASK_RULES for problem in rule(stack, task)]
         problems += file_is_named(task, file)
+        # what does not add up yet would be asked for memory that nobody means
+        problems = problems or list(model_fits(stack, task))
     return problems
 
 
@@ -205,11 +218,13 @@ def roles_fit_machines(stack: Stack, task: Task) -> Problems:
     """The split adds up: to the nodes, to the GPUs of the one node, or to processes without GPUs."""
     nodes, kinds = skypilot.nodes(task), skypilot.gpus_of_node(task)
     counts = sorted({count for _, count in kinds})
-    if len(counts) > 1:
+    if is_mixed(stack):
+        if not any(own_machines_are_whole(stack, task)):
+            yield from _adds_up(stack, "nodes", nodes, f"num_nodes is {nodes}")
+    elif len(counts) > 1:
         what = f"machines with {' or '.join(map(str, counts))} GPUs: the split cannot fit both"
         yield Problem(("resources",), what, "allow machines with equally many GPUs only")
-        return
-    if nodes > 1:
+    elif nodes > 1:
         yield from _adds_up(stack, "nodes", nodes, f"num_nodes is {nodes}")
     elif kinds and stack.device != "cpu":
         yield from _adds_up(stack, "gpus", counts[0], f"the node has {counts[0]} GPU{'s' * (counts[0] > 1)}")
@@ -248,7 +263,7 @@ def _adds_up(stack: Stack, unit: str, total: int, why: str) -> Problems:
 
 
 def device_fits(stack: Stack, task: Task) -> Problems:
-    if stack.device == "cuda" and not skypilot.gpus_of_node(task):
+    if stack.device == "cuda" and not any(kinds_of_role(stack, task, name) for name, _ in roles_of(stack)):
         mend = "ask for them: resources: {accelerators: 'H100:8'}"
         yield Problem(at("device"), "cuda needs accelerators, and `resources` asks for none", mend)
 
@@ -258,17 +273,6 @@ def token_for_several_nodes(stack: Stack, task: Task) -> Problems:
     if skypilot.nodes(task) > 1 and "STACKRL_TOKEN" not in secrets:
         mend = "add secrets: {STACKRL_TOKEN: null}"
         yield Problem(("secrets",), "several nodes need a token for their sockets", mend, at_key=True)
-
-
-def token_is_secret(stack: Stack, task: Task) -> Problems:
-    for key in ("envs", "secrets"):
-        variables = task.get(key) or {}
-        if isinstance(variables, list):  # names alone
-            continue
-        if "STACKRL_TOKEN" in variables and (key == "envs" or variables["STACKRL_TOKEN"] is not None):
-            what = "a token in a file is no secret, for the file is kept with the run"
-            mend = "say secrets: {STACKRL_TOKEN: null}, and give its value by `export STACKRL_TOKEN=…`"
-            yield Problem((key, "STACKRL_TOKEN"), what, mend, at_key=True)
 
 
 def file_is_named(task: Task, file: File) -> Problems:
@@ -314,6 +318,7 @@ STACK_RULES = (
     environment_arguments,
     engine_arguments,
     model_holds_replies,
+    context_divides_heads,
     folders_have_no_revision,
     one_pool_or_a_pair,
     roles_have_one_size,
@@ -324,12 +329,19 @@ STACK_RULES = (
 )
 TASK_RULES = (
     roles_fit_machines,
+    own_machines_are_whole,
+    own_machines_are_of_one_kind,
+    all_roles_compute_alike,
+    machines_end_alike,
     device_fits,
+    accelerators_are_known,
     degrees_divide,
     engines_fill_their_gpus,
     replay_has_routes,
     token_for_several_nodes,
-    token_is_secret,
+    nodes_are_counted,
+    keys_are_spelt,
+    secrets_are_not_written,
     shared_checkpoints,
     secrets_are_brought,
 )

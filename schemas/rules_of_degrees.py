@@ -7,7 +7,8 @@ from math import prod
 
 from stackrl.schemas.degrees import experts_of
 from stackrl.schemas.problems import Problem, at
-from stackrl.schemas.split import Task, gpus_of_role, roles_of, trainer_ranks
+from stackrl.schemas.shapes import heads_divide, shape_of
+from stackrl.schemas.split import Task, gpus_of_role, nodes_of_role, roles_of, trainer_ranks
 from stackrl.schemas.stack import Stack
 
 
@@ -26,11 +27,33 @@ def degrees_divide(stack: Stack, task: Task) -> Iterator[Problem]:
         yield Problem(at("trainer", "parallel", "expert"), what, "choose a divisor of their number")
 
 
+def context_divides_heads(stack: Stack) -> Iterator[Problem]:
+    """Ranks that share tokens exchange them for heads; models that run through the code of transformers are
+    not divided in such ways at all."""
+    from stackrl.runtime.trainer.models.families import FAMILIES
+
+    known, parallel = shape_of(stack.model), stack.trainer.parallel
+    if known is None:
+        return
+    for name in ("context", "expert"):
+        degree = getattr(parallel, name) or 1
+        path = at("trainer", "parallel", name)
+        if degree > 1 and known.family not in FAMILIES:
+            what = f"{known.family} models run through the code of transformers, which is not divided so"
+            yield Problem(path, what, f"remove it, or train a model of {', '.join(FAMILIES)}")
+        elif name == "context" and not heads_divide(known.shape, degree):
+            fitting = [ranks for ranks in range(2, degree) if heads_divide(known.shape, ranks)]
+            mend = f"choose {' or '.join(map(str, fitting[-3:]))}" if fitting else "leave it out"
+            yield Problem(path, f"{degree} ranks cannot share the heads of {known.name} evenly", mend)
+
+
 def engines_fill_their_gpus(stack: Stack, task: Task) -> Iterator[Problem]:
     """Of the engines."""
     width = stack.inference.tensor_parallel
     for name, _ in roles_of(stack):
-        gpus = gpus_of_role(stack, task, name)
+        nodes = nodes_of_role(stack, task, name)
+        gpus = gpus_of_role(stack, task, name) // max(nodes, 1)
         if name != "trainer" and gpus and gpus % width:
-            what = f"engines of {width} GPUs do not fill the {gpus} GPUs of {name}"
+            which = f"the {gpus} GPUs of each node of {name}" if nodes else f"the {gpus} GPUs of {name}"
+            what = f"engines of {width} GPUs do not fill {which}"
             yield Problem(at("inference", "tensor_parallel"), what, "choose a degree that divides them")

@@ -7,6 +7,7 @@ text, values that JSON does not know and anchors that expand without end are ref
 from __future__ import annotations
 
 import math
+import os
 import re
 from dataclasses import dataclass, field
 from pathlib import Path as File
@@ -19,12 +20,24 @@ from stackrl.schemas.problems import Path, Place, Problem, StackError
 MAX_BYTES = 1 << 20
 MAX_VALUES = 20_000
 """Values in a file, counted after its anchors are expanded."""
+MAX_DEPTH = 64
+"""Lists and mappings inside one another. A stack needs ten."""
 
 _STRING, _MERGE = "tag:yaml.org,2002:str", "tag:yaml.org,2002:merge"
 
 
 class _Loader(yaml.SafeLoader):
     """SafeLoader that takes ``1e-5`` for a number as editors do (YAML 1.2); YAML 1.1 takes it for text."""
+
+    def construct_object(self, node: yaml.Node, deep: bool = False) -> Any:
+        """As SafeLoader, and a number or date that cannot be one is told with its place."""
+        try:
+            return super().construct_object(node, deep)
+        except (ValueError, OverflowError) as error:
+            raise yaml.constructor.ConstructorError(
+                problem=f"this is no number and no date: {str(error).partition(':')[0]}",
+                problem_mark=node.start_mark,
+            ) from None
 
 
 _Loader.add_implicit_resolver(
@@ -64,13 +77,16 @@ class Source:
 def read_file(path: File) -> tuple[str, str]:
     """A file's name as people know it and its text. Raises StackError."""
     name = str(path)
-    if not path.exists():
+    if not os.path.exists(path):  # unlike Path.exists, False also for a name that no file can have
         near = sorted(str(file) for file in File("stacks").glob("*.yaml"))
         mend = "here are " + ", ".join(near) if near else "`stackrl init` writes one"
         raise StackError([Problem((), "there is no such file", mend, place=Place(name))])
     if path.is_dir():
         mend = f"name the file: {path / 'NAME.yaml'}"
         raise StackError([Problem((), "is a folder, not a stack file", mend, place=Place(name))])
+    if path.is_fifo() and not name.startswith(("/dev/stdin", "/dev/fd/")):  # those have a writer
+        what = "is a named pipe, which nobody may ever write to"
+        raise StackError([Problem((), what, "name a file", place=Place(name))])
     try:
         with open(path, "rb") as file:
             content = file.read(MAX_BYTES + 1)
@@ -90,9 +106,9 @@ def parse(name: str, text: str) -> Source:
     if root is None:
         raise _refused(name, "the file is empty", "`stackrl init` writes a stack to start from")
     if not isinstance(root, yaml.MappingNode):
-        raise StackError(
-            [Problem((), "this is not a stack: the file must be a mapping of keys", place=_at(name, root))]
-        )
+        what = "this is not a stack: the file must be a mapping of keys"
+        mend = "`stackrl init` writes a stack to start from"
+        raise StackError([Problem((), what, mend, place=_at(name, root))])
     _refuse_expansion(name, root)
     problems = list(_key_problems(name, root, ()))
     if problems:
@@ -150,7 +166,7 @@ def _compose(source: Source) -> yaml.Node | None:
         place = Place(source.name, before.count("\n") + 1, error.position - before.rfind("\n"))
         character = f"U+{error.character:04X}" if isinstance(error.character, int) else repr(error.character)
         raise StackError(
-            [Problem((), f"the character {character} may not stand in YAML", place=place)]
+            [Problem((), f"the character {character} may not stand in YAML", "remove it", place=place)]
         ) from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -186,18 +202,21 @@ def _yaml_words(error: yaml.MarkedYAMLError, text: str) -> tuple[str, str]:
 
 
 def _refuse_expansion(name: str, root: yaml.Node) -> None:
-    """Anchors are shared nodes: count what they expand to, once per node."""
+    """Anchors are shared nodes: count what they expand to, once per node. Refuse deep nesting, too."""
     sizes: dict[int, int] = {}
     open_nodes: set[int] = set()
 
-    def size(node: yaml.Node) -> int:
+    def size(node: yaml.Node, depth: int = 0) -> int:
+        if depth > MAX_DEPTH:
+            what, mend = "values are nested too deeply", "a stack needs fewer than ten levels"
+            raise StackError([Problem((), what, mend, place=_at(name, node))])
         if id(node) in open_nodes:
             raise StackError(
                 [Problem((), "this anchor contains itself", "remove the alias", place=_at(name, node))]
             )
         if id(node) not in sizes:
             open_nodes.add(id(node))
-            sizes[id(node)] = 1 + sum(map(size, _children(node)))
+            sizes[id(node)] = 1 + sum(size(child, depth + 1) for child in _children(node))
             open_nodes.discard(id(node))
         return sizes[id(node)]
 
@@ -227,10 +246,13 @@ def _key_problems(name: str, node: yaml.Node, path: Path):
         if key.tag == _MERGE:
             yield from _key_problems(name, value, path)
             continue
-        if not isinstance(key, yaml.ScalarNode) or key.tag != _STRING:
-            shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or mapping"
-            mend = f'put it in quotes: "{shown}"' if isinstance(key, yaml.ScalarNode) else "write a word"
-            yield Problem(path, f"the key {shown} is not text", mend, place=_at(name, key))
+        if not isinstance(key, yaml.ScalarNode):
+            what, mend = "a list or mapping stands as a key", "put text that begins with { or [ in quotes"
+            yield Problem(path, what, mend, place=_at(name, key))
+            continue
+        if key.tag != _STRING:
+            mend = f'put it in quotes: "{key.value}"'
+            yield Problem(path, f"the key {key.value} is not text", mend, place=_at(name, key))
             continue
         if key.value in seen:
             first = seen[key.value].start_mark.line + 1
@@ -249,11 +271,8 @@ def _construct(name: str, text: str, root: yaml.Node) -> Any:
         if "could not determine a constructor" in what:
             tag = re.search(r"'([^']+)'", what)
             what = f"the tag {tag[1] if tag else ''} means nothing here"
-        raise StackError(
-            [Problem((), what, "write plain values", place=_mark_place(name, error.problem_mark))]
-        ) from None
-    except (ValueError, OverflowError) as error:
-        raise _refused(name, f"a number or date cannot be read: {error}") from None
+        mend = "put it in quotes if it is text" if "no number" in what else "write plain values"
+        raise StackError([Problem((), what, mend, place=_mark_place(name, error.problem_mark))]) from None
     finally:
         loader.dispose()
 

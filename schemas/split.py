@@ -22,15 +22,32 @@ def has_engines(stack: Stack) -> bool:
     return any(name != "trainer" for name, _ in roles_of(stack))
 
 
+def is_mixed(stack: Stack) -> bool:
+    """Whether roles have machines of their own kind."""
+    return any(role.resources for _, role in roles_of(stack))
+
+
+def resources_of_role(stack: Stack, task: Task, name: str) -> dict[str, Any]:
+    """SkyPilot's `resources` for the nodes of a role: the task's, with the role's own laid over them."""
+    return skypilot.laid_over(task.get("resources") or {}, getattr(stack.roles, name).resources or {})
+
+
+def kinds_of_role(stack: Stack, task: Task, name: str) -> list[tuple[str, int]]:
+    """(GPU, count per node) of every kind of machine that a role may get; empty without accelerators."""
+    return skypilot.gpus_of(resources_of_role(stack, task, name))
+
+
 def device_of(stack: Stack, task: Task) -> str:
     """`cpu` or `cuda`: as said, else cuda where accelerators are asked for."""
-    return stack.device or ("cuda" if skypilot.gpus_of_node(task) else "cpu")
+    asked = any(kinds_of_role(stack, task, name) for name, _ in roles_of(stack))
+    return stack.device or ("cuda" if asked else "cpu")
 
 
 def gpus_of_role(stack: Stack, task: Task, name: str) -> int:
     """GPUs over all nodes of a role; 0 on CPU or where the split is not known."""
-    role, kinds = getattr(stack.roles, name), skypilot.gpus_of_node(task)
-    if not kinds or role is None or device_of(stack, task) == "cpu":
+    role = getattr(stack.roles, name)
+    kinds = kinds_of_role(stack, task, name) if role is not None else []
+    if not kinds or device_of(stack, task) == "cpu":
         return 0
     per_node = kinds[0][1]
     if getattr(role, "share", None):

@@ -8,6 +8,21 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 STACKS = sorted((ROOT / "stacks").glob("*.yaml"))
+PLANNED = {
+    "glm4.5-air",
+    "glm5",
+    "glm5-b200",
+    "glm5-h200",
+    "math",
+    "math-kubernetes",
+    "math-slurm",
+    "math-spot",
+    "minimax-m2.5-swe",
+    "qwen3-30b-a3b-math",
+    "qwen3-30b-a3b-swe",
+    "wordle",
+}
+"""Stacks that are checked and planned, and ask for what the runtime cannot do yet."""
 
 GOOD = """\
 name: small
@@ -19,7 +34,7 @@ run: stackrl node "$STACK"
 _metadata:
   stack:
     version: 1
-    model: {init: random, architecture: qwen3, config: {hidden_size: 64}}
+    model: {init: random, architecture: qwen3, config: {hidden_size: 64, num_hidden_layers: 2}}
     roles:
       trainer: {processes: 1}
       inference: {processes: 1}

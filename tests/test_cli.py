@@ -68,7 +68,7 @@ def test_warnings_do_not_fail_but_on_a_node_they_do(cli, monkeypatch):
     code, out, err = cli("validate", "stacks/glm5.yaml")
     assert (code, out) == (0, "stacks/glm5.yaml: fine (with warnings)\n")
     assert (
-        "stacks/glm5.yaml:41:26: warning: weights.transport: nccl is not there yet; use pull or folder" in err
+        "stacks/glm5.yaml:42:26: warning: weights.transport: nccl is not there yet; use pull or folder" in err
     )
     code, out, err = cli("validate", "--on-node", "stacks/glm5.yaml")
     assert (code, out) == (2, "") and "warning" not in err

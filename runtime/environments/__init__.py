@@ -17,6 +17,21 @@ RUNNABLE: dict[str, type[Environment]] = {
 }
 
 DECLARED: dict[str, dict[str, Any]] = {
+    "wordle": {
+        "type": "object",
+        "properties": {
+            "guesses": {"type": "integer", "minimum": 1, "description": "Guesses that the model may make."},
+        },
+        "additionalProperties": False,
+    },
+    "math": {
+        "type": "object",
+        "properties": {
+            "dataset": {"type": "string", "minLength": 1, "description": "Name of the set of problems."},
+        },
+        "required": ["dataset"],
+        "additionalProperties": False,
+    },
     "swe": {
         "type": "object",
         "properties": {
@@ -32,7 +47,7 @@ DECLARED: dict[str, dict[str, Any]] = {
         },
         "required": ["dataset"],
         "additionalProperties": False,
-    }
+    },
 }
 """Types that the stack's language knows and this version cannot run: the schema of their arguments."""
 

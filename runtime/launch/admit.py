@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from stackrl.runtime.launch.backends import choices
 from stackrl.runtime.launch.epochs import counted
 from stackrl.runtime.launch.front import refusals
 from stackrl.runtime.launch.plan import Machine, Plan, lacking, make_plan
@@ -20,9 +21,13 @@ from stackrl.schemas.stages import Stage, SupervisedStage
 Planner = Callable[[LoadedStack], Plan]
 
 
-def admit(loaded: LoadedStack, planner: Planner = make_plan) -> tuple[Stack, dict[str, Any]]:
-    """What the folder of a run here needs: the stack with its derived device, the steps of its data, and
-    absolute folders, and the plan as data.
+def admit(
+    loaded: LoadedStack, planner: Planner = make_plan, *, here: bool = True
+) -> tuple[Stack, dict[str, Any]]:
+    """What the folder of a run needs: the stack with its derived device, the steps of its data, and absolute
+    folders, and the plan as data.
+
+    ``here``: whether it is to work on this machine, else on machines that a backend gets.
 
     Raises StackError with everything that the stack asks for and this version cannot do, or with data that is
     not there, and RunError where this machine is not what the plan needs.
@@ -30,8 +35,8 @@ def admit(loaded: LoadedStack, planner: Planner = make_plan) -> tuple[Stack, dic
     if problems := refusals(loaded):
         raise StackError(problems)
     plan = planner(loaded)
-    if lack := lacking(plan, Machine.here()):
-        raise RunError(f"{lack}; start it where it fits, for example with `sky launch {loaded.path}`")
+    if here and (lack := lacking(plan, Machine.here())):
+        raise RunError(f"{lack}; start it where it fits: {choices(loaded.path, loaded.task)}")
     try:
         stack = counted(_anchored(loaded.stack))
     except StackError as error:

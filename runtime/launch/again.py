@@ -20,13 +20,15 @@ def go_on(
     source: LoadedStack,
     planner: Planner = make_plan,
     environment: Mapping[str, str] | None = None,
+    *,
+    here: bool = True,
 ) -> RunFolder:
-    """Let ``run`` go on with ``source``.
+    """Let ``run`` go on with ``source``, on this machine or, not ``here``, on machines of a backend.
 
     Raises StackError where it cannot, and RunError where it is running.
     """
     refuse_running(run)
-    stack, plan = admit(source, planner)
+    stack, plan = admit(source, planner, here=here)
     refuse_changes(run, source, stack)
     run.write_source(source.path, source.hash, environment or {})
     run.write_plan(stack, plan)
@@ -38,6 +40,8 @@ def recreate(
     source: LoadedStack,
     planner: Planner = make_plan,
     environment: Mapping[str, str] | None = None,
+    *,
+    here: bool = True,
 ) -> RunFolder | None:
     """Make the folder of a run anew whose checkpoints are in ``source``'s `checkpoint.path`; None where there
     is none that can be used.
@@ -47,7 +51,7 @@ def recreate(
     newest good one, and its journal is restored when the roles start. Raises StackError where ``source`` does
     not fit that one.
     """
-    stack, plan = admit(source, planner)
+    stack, plan = admit(source, planner, here=here)
     if not stack.checkpoint.path:
         return None
     saved = Path(stack.checkpoint.path) / run_id

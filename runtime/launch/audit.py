@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from stackrl.runtime.launch import findings
+from stackrl.runtime.launch.backends import at_work
 from stackrl.runtime.launch.books import (
     Books,
     Checkpoint,
@@ -99,7 +100,7 @@ def audit(run: RunFolder, *, contents: bool = True) -> Audit:
 
     Without ``contents`` checkpoints, which may be large, are not read: names and sizes alone are compared.
     """
-    goes_on = run.keeper() is not None
+    goes_on = at_work(run)
     stack = run.stack()
     known = read_checkpoints(run.checkpoints(stack), contents=contents)
     books = read_books(run, known)

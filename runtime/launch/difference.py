@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from stackrl.runtime.launch.runs import describe
+from stackrl.runtime.launch.listing import describe
 from stackrl.runtime.monitor.records import Reader
 from stackrl.runtime.run import RunError, RunFolder, find_run
 
@@ -32,10 +32,15 @@ def difference(left: RunFolder, right: RunFolder) -> dict[str, Any]:
         "left": left.id,
         "right": right.id,
         "lineage": {"left": lineage(left), "right": lineage(right)},
-        "stack": _differing(dict(_keys(left.read("stack.json"))), dict(_keys(right.read("stack.json")))),
+        "stack": differing_keys(left.read("stack.json"), right.read("stack.json")),
         "versions": _differing(_versions(left), _versions(right)),
         "results": _differing(_results(left), _results(right)),
     }
+
+
+def differing_keys(left: dict[str, Any], right: dict[str, Any]) -> list[Entry]:
+    """Values of two trees that differ, under the keys that `--set` takes."""
+    return _differing(dict(_keys(left)), dict(_keys(right)))
 
 
 def lineage(run: RunFolder) -> list[dict[str, Any]]:

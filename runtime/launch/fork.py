@@ -41,16 +41,18 @@ FORKED = "forked: it was not trained yet when the run was forked"
 """Why the books drop a rollout of the parent's."""
 
 
-def fork(origin: str, source: LoadedStack | None, changes: Sequence[str] = ()) -> RunFolder:
+def fork(
+    origin: str, source: LoadedStack | None, changes: Sequence[str] = (), *, here: bool = True
+) -> RunFolder:
     """Make a run that goes on from ``origin``, RUN@STEP or RUN@latest, with ``source``, or, without one, with
-    that run's own stack and ``changes`` (as `--set` has them).
+    that run's own stack and ``changes`` (as `--set` has them). ``here``: whether it works on this machine.
 
     Raises StackError where a checkpoint of the run does not fit the stack, and RunError where there is no
     such run or checkpoint.
     """
     parent, checkpoint = find_checkpoint(origin)
-    loaded = source or _own_stack(parent, changes)
-    stack, plan = admit(loaded)
+    loaded = source or own_stack(parent, changes)
+    stack, plan = admit(loaded, here=here)
     _refuse_changes(parent, checkpoint, loaded, stack)
     about = parent.read("run.json")
     if source is not None:
@@ -104,7 +106,7 @@ def _steps(folder: Path) -> list[int]:
     return sorted(int(name) for name in names if name.isdecimal())
 
 
-def _own_stack(parent: RunFolder, changes: Sequence[str]) -> LoadedStack:
+def own_stack(parent: RunFolder, changes: Sequence[str]) -> LoadedStack:
     """The stack that ``parent`` has, its own overrides included, with ``changes``."""
     about, task = parent.read("run.json"), yaml.safe_load((parent.path / "source.yaml").read_text())
     task = {**task, STACK[0]: {**task[STACK[0]], STACK[1]: written(as_asked(parent.stack()))}}

@@ -8,13 +8,20 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 
+from stackrl.schemas.advice import advice
 from stackrl.schemas.loader import LoadedStack, load, load_text
 from stackrl.schemas.problems import STACK, Place, Problem, StackError
 from stackrl.schemas.support import unsupported
 from stackrl.schemas.written import written
+
+if TYPE_CHECKING:
+    from stackrl.runtime.launch.at_work import AtWork
+    from stackrl.runtime.launch.plan import Plan
+    from stackrl.runtime.run import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
 """The folder of the package: templates/, schemas/, stacks/."""
@@ -102,16 +109,47 @@ def schema(output: str) -> int:
     return 0
 
 
-def plan(file: str, overrides: Sequence[str], output: str) -> int:
-    """Print what would run where."""
+def plan(file: str, overrides: Sequence[str], output: str, reply: float | None, exit_code: bool) -> int:
+    """Print what would run where, and what each kind of machine would mean for it.
+
+    ``reply``: the mean tokens that a rollout samples, where they are known. With ``exit_code`` 1 where no run
+    of the stack's name is at work with this very plan.
+    """
+    from stackrl.runtime.launch.forecast import forecasts
     from stackrl.runtime.launch.plan import make_plan
-    from stackrl.runtime.launch.plan_table import table
 
     loaded = load(file, overrides)
-    made = make_plan(loaded)
-    print(json.dumps(asdict(made), indent=1) if output == "json" else table(made, loaded.stack))
+    made, found = make_plan(loaded), forecasts(loaded, reply)
+    running = _beside_running(loaded, made)
+    if output == "json":
+        told = {"candidates": [one.as_json() for one in found], "running": running and asdict(running)}
+        print(json.dumps(asdict(made) | told, indent=1))
+    else:
+        from stackrl.runtime.launch.forecast_table import forecast_table, told_running
+        from stackrl.runtime.launch.plan_table import table
+
+        print(table(made, loaded.stack), forecast_table(found), sep="\n\n")
+        if running or exit_code:
+            print("", told_running(loaded.name, running), sep="\n")
     warn(refusals(loaded))
-    return 0
+    return int(exit_code and (running is None or bool(running.differs)))
+
+
+def _beside_running(loaded: LoadedStack, made: Plan) -> AtWork | None:
+    """The run of the stack's name that is at work; what tells is only loaded where there is a run."""
+    from stackrl.runtime.run import RunError, all_runs
+
+    def named(run: RunFolder) -> bool:
+        try:
+            return run.read("run.json").get("name") == loaded.name
+        except (RunError, OSError):  # damaged, or going away
+            return False
+
+    if not (runs := [run for run in all_runs() if named(run)]):
+        return None
+    from stackrl.runtime.launch.at_work import beside_running
+
+    return beside_running(loaded, made, runs)
 
 
 def refusals(loaded: LoadedStack) -> list[Problem]:
@@ -126,10 +164,11 @@ def warn(problems: Sequence[Problem]) -> None:
 
 def _check(file: str, overrides: Sequence[str], on_node: bool) -> Checked:
     try:
-        found = refusals(load(file, overrides))
+        loaded = load(file, overrides)
     except StackError as error:
         return Checked(file, error.problems, [])
-    return Checked(file, found, []) if on_node else Checked(file, [], found)
+    found, advised = refusals(loaded), loaded.locate(advice(loaded.stack, loaded.task))
+    return Checked(file, found, advised) if on_node else Checked(file, [], found + advised)
 
 
 def _schema_from(folder: Path) -> str:

@@ -73,6 +73,21 @@ class Process:
 
 
 @dataclass(frozen=True)
+class Pool:
+    """A role of the stack: its processes' share of the machines."""
+
+    name: str
+    """The key under `roles:`."""
+    nodes: Sequence[int]
+    accelerator: str
+    """The GPU, or `A or B` where the stack leaves the choice; empty without GPUs."""
+    gpus_per_node: int
+    """GPUs of each of these nodes that the role computes on."""
+    processes: int
+    """Engines or trainer ranks."""
+
+
+@dataclass(frozen=True)
 class Plan:
     """Everything that runs."""
 
@@ -80,32 +95,36 @@ class Plan:
     device: str
     nodes: int
     gpus_per_node: int
+    """GPUs of a node; where roles have nodes of their own kinds, the most that one of them has."""
     accelerator: str
+    """The GPU; of several `A or B`, where one of them is chosen, and `A and B`, where roles differ."""
     parallel: Degrees
     tensor_parallel: int
     processes: Sequence[Process]
+    pools: Sequence[Pool] = ()
 
 
 def make_plan(loaded: LoadedStack, machine: Machine | None = None) -> Plan:
     """Plan a stack. ``machine`` gives the cores that are dealt on each node; by default this machine's."""
     stack, task = loaded.stack, loaded.task
     device = split.device_of(stack, task)
-    kinds = skypilot.gpus_of_node(task) if device == "cuda" else []
-    accelerators = " or ".join(dict.fromkeys(name for name, _ in kinds))
-    gpus = kinds[0][1] if kinds else 0
     ranks = split.trainer_ranks(stack, task)
-    processes = _trainer(stack, task, ranks, gpus) + _engines(stack, task, gpus) + [_orchestrator()]
+    processes = _trainer(stack, task, ranks, device) + _engines(stack, task, device) + [_orchestrator()]
     if device == "cpu":
         processes = deal_cores(processes, (machine or Machine.here()).cores)
+    kinds = {name: split.kinds_of_role(stack, task, name) for name, _ in split.roles_of(stack)}
+    if device == "cpu":
+        kinds = {name: [] for name in kinds}
     return Plan(
         name=loaded.name,
         device=device,
         nodes=skypilot.nodes(task),
-        gpus_per_node=gpus,
-        accelerator=accelerators,
+        gpus_per_node=max((count for found in kinds.values() for _, count in found), default=0),
+        accelerator=" and ".join(dict.fromkeys(filter(None, map(_names, kinds.values())))),
         parallel=degrees_of(stack, ranks),
         tensor_parallel=stack.inference.tensor_parallel,
         processes=processes,
+        pools=[_pool(name, _names(found), processes) for name, found in kinds.items()],
     )
 
 
@@ -145,7 +164,18 @@ def _with_cores(process: Process, cores: Sequence[int]) -> Process:
     return Process(**{**values, "cores": tuple(cores)})
 
 
-def _trainer(stack: Stack, task: split.Task, ranks: int, gpus: int) -> list[Process]:
+def _names(kinds: Sequence[tuple[str, int]]) -> str:
+    return " or ".join(dict.fromkeys(name for name, _ in kinds))
+
+
+def _pool(name: str, accelerator: str, processes: Sequence[Process]) -> Pool:
+    own = [process for process in processes if process.pool == name and process.role != ORCHESTRATOR]
+    nodes = sorted({process.node for process in own})
+    gpus = {gpu for process in own if process.node in nodes[:1] for gpu in process.gpus}
+    return Pool(name, nodes, accelerator, len(gpus), len(own))
+
+
+def _trainer(stack: Stack, task: split.Task, ranks: int, device: str) -> list[Process]:
     per_node = max(ranks // max(split.nodes_of_role(stack, task, "trainer"), 1), 1)
     return [
         Process(
@@ -156,13 +186,13 @@ def _trainer(stack: Stack, task: split.Task, ranks: int, gpus: int) -> list[Proc
             command=("-m", "stackrl.runtime.trainer", RUN),
             environment={"RANK": str(rank), "LOCAL_RANK": str(rank % per_node), "WORLD_SIZE": str(ranks)},
             ports=() if rank else ("weights", "rendezvous") if split.has_engines(stack) else ("rendezvous",),
-            gpus=(rank % per_node,) if gpus else (),
+            gpus=(rank % per_node,) if device == "cuda" else (),
         )
         for rank in range(ranks)
     ]
 
 
-def _engines(stack: Stack, task: split.Task, gpus: int) -> list[Process]:
+def _engines(stack: Stack, task: split.Task, device: str) -> list[Process]:
     """Engines take the nodes, or the GPUs of the one node, that come after the trainer's."""
     width = stack.inference.tensor_parallel
     node = split.nodes_of_role(stack, task, "trainer")
@@ -173,7 +203,8 @@ def _engines(stack: Stack, task: split.Task, gpus: int) -> list[Process]:
         if role is None:
             continue
         nodes, first = split.nodes_of_role(stack, task, pool), 0 if role.share else gpu
-        count = max(split.gpus_of_role(stack, task, pool) // width, 1) if gpus else (role.processes or nodes)
+        gpus = split.gpus_of_role(stack, task, pool)
+        count = max(gpus // width, 1) if device == "cuda" else (role.processes or nodes)
         per_node = max(count // nodes, 1) if nodes else count
         for number in range(count):
             start = first + (number % per_node) * width
@@ -186,7 +217,7 @@ def _engines(stack: Stack, task: split.Task, gpus: int) -> list[Process]:
                     pool=pool,
                     command=("-m", "stackrl.runtime.inference", RUN, "--engine", str(index)),
                     ports=("engine",),
-                    gpus=tuple(range(start, start + width)) if gpus else (),
+                    gpus=tuple(range(start, start + width)) if device == "cuda" else (),
                 )
             )
         node += nodes

@@ -6,8 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stackrl.runtime.launch.plan import ENGINE, Plan, Process
+from stackrl.runtime.launch.work import work_of
 from stackrl.runtime.trainer.models.families import FAMILIES, ModelError, config_of
 from stackrl.schemas.model import PretrainedModel, RandomModel
+from stackrl.schemas.shapes import KnownShape, shape_of
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import Stage
 
@@ -85,24 +87,36 @@ def _divisions(plan: Plan, stack: Stack) -> list[str]:
 
 def _model(stack: Stack) -> str:
     """Which model, and whose code trains it, as far as that can be known without fetching it."""
-    model = stack.model
+    model, known = stack.model, shape_of(stack.model)
+    size = f" ({_weights(known)})" if known else ""
     if isinstance(model, RandomModel):
-        return f"{model.architecture}, made at random; the trainer's own family"
+        return f"{model.architecture}{size}, made at random; the trainer's own family"
     if not isinstance(model, PretrainedModel):
-        return f"{model.file} of {model.package}"
+        return f"{model.file} of {model.package}{size}"
     folder = Path(model.id).expanduser()
-    if not folder.is_dir():
-        return f"{model.id}; its config says which family it is, and is read when it is there"
     try:
-        family = config_of(folder)["model_type"]
+        family = known.family if known else config_of(folder)["model_type"] if folder.is_dir() else None
     except ModelError as error:
         return f"{model.id}; {error}"
+    if family is None:
+        return f"{model.id}; its config says which family it is, and is read when it is there"
     if family in FAMILIES:
-        return f"{model.id}, {family}; the trainer's own family"
+        return f"{model.id}, {family}{size}; the trainer's own family"
     return (
-        f"{model.id}, {family}; through the code of transformers, sharded and replicated only "
+        f"{model.id}, {family}{size}; through the code of transformers, sharded and replicated only "
         "(context and expert must be 1)"
     )
+
+
+def _weights(known: KnownShape) -> str:
+    """``743.9B weights, 40.8B for a token``."""
+    work = work_of(known.shape)
+    active = f", {_short(work.common + work.chosen * work.experts)} for a token" if work.experts else ""
+    return f"{_short(work.weights)} weights{active}"
+
+
+def _short(number: float) -> str:
+    return f"{number / 1e9:.1f}B" if number >= 1e9 else f"{number / 1e6:.1f}M"
 
 
 def _work(stack: Stack, stage: Stage) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from stackrl.runtime import checkpoints
-from stackrl.runtime.launch.runs import describe
+from stackrl.runtime.launch.listing import describe
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.problems import Problem, StackError

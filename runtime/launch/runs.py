@@ -1,25 +1,35 @@
-"""The verbs for runs that exist: `status`, `logs`, `watch`, `down`; and what a run's end is told as."""
+"""The verbs for runs that exist: `status`, `logs`, `watch`, `exec`, `down`; and how a run's end is told."""
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
+import math
 import re
-import signal
 import sys
 import time
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from stackrl.runtime.monitor.doings import read_doings
+from stackrl.runtime.launch import backends
+from stackrl.runtime.launch.handle import Handle
+from stackrl.runtime.launch.listing import (
+    ENDS,
+    Standing,
+    describe,
+    describe_all,
+    money_of,
+    standing_of,
+    status_of,
+    table,
+)
 from stackrl.runtime.monitor.lines import Prefixed, duration, is_noise, printable
-from stackrl.runtime.processes import send
 from stackrl.runtime.run import RunError, RunFolder, all_runs, find_run, runs_home
-from stackrl.runtime.stopping import longest_end
 
 _POLL_SECONDS = 0.3
+_ASK_SECONDS = 5.0
 _LAST_LINES = 12
 _LOOKED_THROUGH = 400
 """Last lines of a log among which those that say something are looked for."""
@@ -33,31 +43,37 @@ def status(run: str | None, output: str) -> int:
         found = find_run(run)
         print(json.dumps(describe(found), indent=1) if output == "json" else _details(found))
         return 0
-    described = [_described(found) for found in all_runs()]
+    described = describe_all(all_runs())
     if output == "json":
         print(json.dumps(described, indent=1))
     elif described:
-        print(_table(described))
+        print(table(described))
     else:
         print(f"no runs in {runs_home()} yet; start one with `stackrl launch STACK`", file=sys.stderr)
     return 0
 
 
 def logs(run: str, role: str | None, follow: bool, attempt: int | None, lines: int) -> int:
-    """Print the last ``lines`` of each process's log (or of ``role``, such as `trainer-0` or `trainer`)."""
-    found = find_run(run)
+    """Print the last ``lines`` of each process's log (or of ``role``, such as `trainer-0` or `trainer`).
+
+    Where the logs are on machines of a backend, it prints them its own way.
+    """
+    found, handle = find_run(run), Handle.of(find_run(run))
+    if (code := backends.backend(handle.backend).logs(found, handle, follow=follow)) is not None:
+        return code
     folder = found.logs(attempt if attempt is not None else found.state().attempt)
     if not (files := _log_files(folder, role)):
         raise RunError(_no_logs(found, folder, role))
     show = Prefixed(sys.stdout, [file.stem for file in files])
     places: dict[Path, int] = {}
+    goes_on = _asked_now_and_then(found, handle)
     for file in files:
         with open(file, "rb") as log:
             for line in deque(log, maxlen=lines):
                 show(file.stem, line.decode(errors="replace").rstrip("\n"))
             places[file] = log.tell()
     while follow:
-        alive = found.keeper() is not None  # asked before reading, so that the last lines are not missed
+        alive = goes_on()  # asked before reading, so that the last lines are not missed
         for file in _log_files(folder, role):
             places[file] = _show_new(file, places.get(file, 0), show)
         if not alive:
@@ -67,21 +83,41 @@ def logs(run: str, role: str | None, follow: bool, attempt: int | None, lines: i
 
 
 def down(run: str) -> int:
-    """End a run and everything it started. Fine where it is not running."""
+    """End a run and everything it started, and give its machines back. 0 also where there is nothing to end,
+    1 where something could not be reached."""
     found = find_run(run)
-    if (pid := found.keeper()) is None:
+    handle = Handle.of(found)
+    if handle.backend == backends.LOCAL and found.keeper() is None:
         print(f"run {found.id} is not running ({status_of(found)})", file=sys.stderr)
         return 0
     print(
         f"ending run {found.id}, which saves first what it has learnt; `stackrl down` again ends it at once",
         file=sys.stderr,
     )
-    send(pid, signal.SIGTERM)
-    limit = longest_end(found) + 30
-    if not wait_until_ended(found, limit):
-        raise RunError(f"run {found.id} did not end within {limit:.0f} s; its node program is process {pid}")
+    if unreached := backends.backend(handle.backend).down(found, handle):
+        for words in unreached:
+            print(f"not reached: {words}", file=sys.stderr)
+        return 1
+    if handle.backend != backends.LOCAL:
+        _note_end(found)
     print(explain(found), file=sys.stderr)
     return 0
+
+
+def _note_end(run: RunFolder) -> None:
+    """Note that a run's machines are gone, and with them whoever could have written its end."""
+    Handle.of(run).end(run)
+    if (state := run.state()).status not in ENDS:
+        roles = {name: "ended" if how == "running" else how for name, how in state.roles.items()}
+        reason = "stopped by `stackrl down`"
+        run.write_state(replace(state, status="stopped", reason=reason, ended=time.time(), roles=roles))
+
+
+def execute(run: str, command: Sequence[str], node: int) -> int:
+    """Run a command on a node of a run; its exit code."""
+    found = find_run(run)
+    handle = Handle.of(found)
+    return backends.backend(handle.backend).execute(found, handle, command, node)
 
 
 def watch(run: str) -> int:
@@ -92,7 +128,7 @@ def watch(run: str) -> int:
 
     found = find_run(run)
     try:
-        follow(found, lambda: found.keeper() is not None, Console())
+        follow(found, _asked_now_and_then(found, Handle.of(found)), Console())
     except KeyboardInterrupt:
         print(f"\nno longer watching; {explain(found)}", file=sys.stderr)
         return 0
@@ -110,56 +146,25 @@ def wait_until_ended(run: RunFolder, limit: float) -> bool:
     return True
 
 
-def status_of(run: RunFolder) -> str:
-    """The state's status, but `died` where it goes on according to the state and nobody is there."""
-    state = run.state()
-    return "died" if state.status in ("starting", "running") and run.keeper() is None else state.status
+def _asked_now_and_then(run: RunFolder, handle: Handle) -> Callable[[], bool]:
+    """Whether somebody works on ``run``. Another machine is asked every few seconds only."""
+    if handle.backend == backends.LOCAL:
+        return lambda: run.keeper() is not None
+    asked, answer = -math.inf, True
+
+    def goes_on() -> bool:
+        nonlocal asked, answer
+        if time.monotonic() - asked > _ASK_SECONDS:
+            answer, asked = backends.look(run).phase in ("waiting", "running"), time.monotonic()
+        return answer and run.state().status != "finished"
+
+    return goes_on
 
 
-def describe(run: RunFolder) -> dict[str, Any]:
-    """What `status -o json` says of a run."""
-    about, state = run.read("run.json"), run.state()
-    goes_on = status_of(run) in ("starting", "running")
-    newest = _last_record(run.metrics) or {}
-    return {
-        "id": run.id,
-        "name": about["name"],
-        "status": status_of(run),
-        "stage": newest.get("stage"),
-        "step": newest["index"] + 1 if newest else 0,
-        "steps": sum(stage["steps"] for stage in run.read("stack.json")["stages"]),
-        "reward": newest.get("reward"),
-        "attempt": state.attempt,
-        "incarnation": state.incarnation,
-        "roles": state.roles,
-        "doing": {name: vars(doing) for name, doing in read_doings(run.heartbeats).items()}
-        if goes_on
-        else {},
-        "reason": state.reason,
-        "made": about["made"],
-        "age": time.time() - about["made"],
-        "ended": state.ended,
-        "path": str(run.path),
-    }
-
-
-def _described(run: RunFolder) -> dict[str, Any]:
-    """`describe`, also of a run whose files are damaged: the other runs are listed all the same."""
-    try:
-        return describe(run)
-    except (RunError, OSError, KeyError, TypeError) as error:
-        reason = str(error) if isinstance(error, RunError | OSError) else f"its files lack {error}"
-        made = run.path.stat().st_mtime
-        return {
-            "id": run.id, "name": None, "status": "damaged", "stage": None, "step": 0, "steps": 0,
-            "reward": None, "attempt": 0, "incarnation": 0, "roles": {}, "doing": {}, "reason": reason,
-            "made": made, "age": time.time() - made, "ended": None, "path": str(run.path),
-        }  # fmt: skip
-
-
-def explain(run: RunFolder) -> str:
+def explain(run: RunFolder, standing: Standing | None = None) -> str:
     """How a run ended and what to type next, for people."""
-    state, status = run.state(), status_of(run)
+    standing = standing or standing_of(run)
+    state, status = run.state(), standing.status
     resume = f"go on with `stackrl launch --resume {run.id}`"
     if status == "finished":
         took = duration((state.ended or 0) - state.began)
@@ -180,6 +185,13 @@ def explain(run: RunFolder) -> str:
         if state.reason.startswith("guard "):
             resume = f"go on with other settings: `stackrl launch --from {run.id}@latest --set KEY=VALUE`"
         return f"run {run.id} was {how}; {resume}"
+    words = f" ({printable(standing.seen.words)})" if standing.seen and standing.seen.words else ""
+    if status == "ended":
+        return f"run {run.id} has ended{words}; its logs: `stackrl logs {run.id}`; {resume}"
+    if status == "unreachable":
+        return f"run {run.id} cannot be reached{words}; try again, or end it with `stackrl down {run.id}`"
+    if status == "waiting":
+        return f"run {run.id} is waiting for machines{words}; give up with `stackrl down {run.id}`"
     watch = f"watch it with `stackrl watch {run.id}`, end it with `stackrl down {run.id}`"
     return f"run {run.id} is {status}; {watch}"
 
@@ -215,56 +227,27 @@ def stack_dump(file: Path) -> int | None:
     return found
 
 
-def _table(described: list[dict[str, Any]]) -> str:
-    rows = [("RUN", "STATUS", "STAGE", "STEP", "REWARD", "AGE", "ROLES")]
-    for run in described:
-        reward = "" if run["reward"] is None else f"{run['reward']:.3f}"
-        step = f"{run['step']}/{run['steps']}"
-        age, roles = duration(run["age"]), _counted(run["roles"])
-        rows.append((run["id"], run["status"], run["stage"] or "", step, reward, age, roles))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-    )
-
-
-def _counted(roles: dict[str, str]) -> str:
-    """`4 running`, and by name those that are being started again or have failed."""
-    named = {name: how for name, how in roles.items() if how.startswith(("restarting", "failed"))}
-    counts = Counter(how for name, how in roles.items() if name not in named)
-    return ", ".join([*(f"{count} {how}" for how, count in counts.items()), *map(" ".join, named.items())])
-
-
 def _details(run: RunFolder) -> str:
-    described = describe(run)
+    standing = standing_of(run, ask=True)
+    described = describe(run, standing)
+    machines = described["machines"]
     facts = [
         ("folder", str(run.path)),
         ("attempt", f"{described['attempt']}, incarnation {described['incarnation']} of the trainer"),
+        ("machines", printable(f"{machines['phase']}: {machines['words']}") if machines else ""),
+        ("cost", money_of(described)),
         *((name, _doing(how, described["doing"].get(name))) for name, how in described["roles"].items()),
     ]
+    facts = [(name, fact) for name, fact in facts if fact]
     width = max(len(name) for name, _ in facts)
     lines = (f"{name:<{width}}  {fact}" for name, fact in facts)
-    return "\n".join([_table([described]), "", *lines, "", explain(run)])
+    return "\n".join([table([described]), "", *lines, "", explain(run, standing)])
 
 
 def _doing(how: str, said: dict[str, Any] | None) -> str:
     if how != "running" or said is None:
         return how
     return f"{how}: {printable(said['text'])} (for {duration(time.time() - said['since'])})"
-
-
-def _last_record(file: Path, window: int = 1 << 16) -> dict[str, Any] | None:
-    """The last line of a file of JSON lines that is whole, without reading the rest."""
-    try:
-        with open(file, "rb") as text:
-            text.seek(max(0, os.fstat(text.fileno()).st_size - window))
-            lines = text.read().rpartition(b"\n")[0].splitlines()
-    except FileNotFoundError:
-        return None
-    for line in reversed(lines):
-        with contextlib.suppress(ValueError):  # a full disk or a kill has cut it short
-            return json.loads(line)
-    return None
 
 
 def _log_files(folder: Path, role: str | None) -> list[Path]:

@@ -11,6 +11,7 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any
 
+from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.monitor.doings import Doing, read_doings
 from stackrl.runtime.run import RunFolder, State
 from stackrl.schemas.stack import Stack
@@ -64,6 +65,8 @@ class History:
     """How often processes had to be started again; those that were started together count once."""
     doings: dict[str, Doing] = field(default_factory=dict)
     """What the processes say they are doing now."""
+    handle: Handle = field(default_factory=lambda: Handle("local", hourly=0.0))
+    """Who carries the run, and what its machines cost."""
 
     def add(self, steps: Iterable[Record], events: Iterable[Record] = ()) -> None:
         """Append records. A run that goes on from a checkpoint takes the steps behind it again: what was
@@ -146,7 +149,7 @@ class Reader:
     def __init__(self, run: RunFolder) -> None:
         self._run = run
         self._metrics, self._events = Tail(run.metrics), Tail(run.events)
-        self.history = History(run.id, run.stack(), run.state())
+        self.history = History(run.id, run.stack(), run.state(), handle=Handle.of(run))
 
     def read(self) -> tuple[list[Record], list[Record]]:
         """Take in what is new, and return it: steps and events."""

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from stackrl.runtime.launch import money
 from stackrl.runtime.monitor.doings import grouped
 from stackrl.runtime.monitor.figures import count, curve, number, share
 from stackrl.runtime.monitor.lines import duration, printable
@@ -124,11 +125,18 @@ def render(history: History, now: float, width: int) -> RenderableType:
     restarts = f" · {history.restarts} restart{'s' * (history.restarts > 1)}" if history.restarts else ""
     return Panel(
         Group(*parts),
-        title=f"[bold]{history.run}[/] · {state.status}{attempt}{restarts} · {elapsed}",
+        title=f"[bold]{history.run}[/] · {state.status}{attempt}{restarts} · {elapsed}{_cost(history, now)}",
         title_align="left",
         border_style={"failed": "red", "finished": "green", "stopped": "yellow"}.get(state.status, "cyan"),
         padding=(0, 1),
     )
+
+
+def _cost(history: History, now: float) -> str:
+    """What the machines have cost so far, and may cost; nothing where nobody asks for money."""
+    cost = money.told(money.cost_so_far(history.state, history.handle, now), history.handle.hourly)
+    limit = history.stack.limits.cost
+    return f" · {cost}{f' of {money.dollars(limit)}' if limit else ''}" if cost else ""
 
 
 def _progress(history: History, width: int) -> RenderableType:

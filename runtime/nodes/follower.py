@@ -46,11 +46,15 @@ def follow(place: Place, token: str, stack: str) -> int:
     mirror = _mirror(place.rank, welcome["files"])
     tell(f"node {place.rank} works for run {mirror.id}; logs of all nodes are in node 0's folder")
     stop_seconds = mirror.stack().limits.stop_seconds
-    return guarded(
-        lambda: _Follower(channel, mirror, token, welcome["silence"], stop_seconds).work(),
-        died=lambda reason: tell(f"node {place.rank}: {reason}"),
-        limit=stop_seconds + GUARD_LIMIT,
-    )
+    with mirror.kept():  # what waits for the end of this node sees it there
+        code = guarded(
+            lambda: _Follower(channel, mirror, token, welcome["silence"], stop_seconds).work(),
+            died=lambda reason: tell(f"node {place.rank}: {reason}"),
+            limit=stop_seconds + GUARD_LIMIT,
+        )
+    if code == 0:
+        shutil.rmtree(mirror.path, ignore_errors=True)
+    return code
 
 
 def _welcomed(channel: Channel) -> dict[str, Any]:
@@ -122,8 +126,6 @@ class _Follower:
                 self._turn()
             supervisor.hear_no_more(self._channel)
         self._channel.close()
-        if self._code == 0:
-            shutil.rmtree(self._mirror.path, ignore_errors=True)
         return self._code
 
     def _turn(self) -> None:

@@ -51,7 +51,7 @@ def save(folder: Path, run_id: str, index: int, incarnation: int, used: float = 
 def test_a_run_whose_folder_is_lost_goes_on_from_its_checkpoints(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    monkeypatch.setattr(local, "_start_node", lambda run, claims: subprocess.Popen(["true"]))
     save(tmp_path, "fake-1", 5, incarnation=2, used=300.0)
     newest = save(tmp_path, "fake-1", 10, incarnation=4, used=700.5)
     (newest / "orchestrator" / "metrics.jsonl").write_text("damaged")

@@ -13,7 +13,9 @@ from types import SimpleNamespace
 import pytest
 from fake_roles import FAILS, SERVES, WORKS, fresh_home, make_run, process, task_file, wait_until
 
-from stackrl.runtime.launch import local
+from stackrl.runtime.launch import devices, local, runs
+from stackrl.runtime.launch.handle import Handle
+from stackrl.runtime.launch.plan import Machine
 from stackrl.runtime.run import RunError, RunFolder, all_runs
 from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError
@@ -42,6 +44,7 @@ time.sleep(600)
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(devices, "FOLDER", tmp_path / "devices")
     with fresh_home(tmp_path, monkeypatch):
         yield
 
@@ -134,7 +137,7 @@ def test_a_node_program_that_cannot_start_is_told_with_its_words(capfd: pytest.C
 def test_a_new_run_has_its_folder_with_stack_plan_and_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    monkeypatch.setattr(local, "_start_node", lambda run, claims: subprocess.Popen(["true"]))
     loaded = load(task_file(tmp_path), ["stages.main.steps=7"])
     assert local.launch(loaded, detach=True, resume=None) == 1  # `true` is no node program
     (run,) = all_runs()
@@ -148,7 +151,7 @@ def test_a_new_run_has_its_folder_with_stack_plan_and_source(
 
 
 def test_a_resumed_run_takes_the_stack_that_is_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    monkeypatch.setattr(local, "_start_node", lambda run, claims: subprocess.Popen(["true"]))
     run = make_run()
     loaded = load(task_file(tmp_path), ["roles.trainer.processes=2"])
     local.launch(loaded, detach=True, resume=run.id)
@@ -159,7 +162,7 @@ def test_a_resumed_run_takes_the_stack_that_is_given(tmp_path: Path, monkeypatch
 def test_a_resumed_run_keeps_the_file_and_the_environment_that_it_goes_on_with(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_start_node", lambda run: subprocess.Popen(["true"]))
+    monkeypatch.setattr(local, "_start_node", lambda run, claims: subprocess.Popen(["true"]))
     run = make_run()
     file = task_file(tmp_path)
     file.write_text(file.read_text().replace("STACK: fake.yaml", "STACK: fake.yaml\n  MODE: '7'"))
@@ -187,7 +190,9 @@ def test_a_node_program_that_is_killed_is_a_failure(
         "RunFolder(sys.argv[1]).write_state(State('running', attempt=1)); os.kill(os.getpid(), 9)"
     )
     monkeypatch.setattr(
-        local, "_start_node", lambda run: subprocess.Popen([sys.executable, "-c", dies, str(run.path)])
+        local,
+        "_start_node",
+        lambda run, claims: subprocess.Popen([sys.executable, "-c", dies, str(run.path)]),
     )
     run = make_run()
     assert local.launch(None, detach=False, resume=run.id) == 1
@@ -197,7 +202,7 @@ def test_a_node_program_that_is_killed_is_a_failure(
 def test_ctrl_c_while_a_detached_run_starts_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     nodes: list[subprocess.Popen[bytes]] = []
 
-    def start(run: RunFolder) -> subprocess.Popen[bytes]:
+    def start(run: RunFolder, claims: object) -> subprocess.Popen[bytes]:
         nodes.append(subprocess.Popen([sys.executable, "-c", MINDS_CTRL_C], stdout=subprocess.PIPE))
         nodes[0].stdout.readline()
         return nodes[0]
@@ -271,3 +276,47 @@ def test_a_home_that_cannot_hold_runs_is_named(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setenv("STACKRL_HOME", str(tmp_path / "file"))
     with pytest.raises(RunError, match=r"file/runs cannot hold runs .*set STACKRL_HOME"):
         local.launch(load(task_file(tmp_path)), detach=False, resume=None)
+
+
+@pytest.mark.slow
+def test_a_run_holds_its_cores_until_it_ends(capfd: pytest.CaptureFixture[str]) -> None:
+    run, other = make_run(), make_run()
+    for made in (run, other):
+        made.write("plan.json", {"device": "cpu", "processes": [process("trainer", SERVES)]})
+    assert local.launch(None, detach=True, resume=run.id) == 0
+    core = f"core-{min(os.sched_getaffinity(0))}"
+    with devices.Claims() as claims:
+        assert claims.take(core) == f"run {run.id}"
+    capfd.readouterr()
+    assert local.launch(None, detach=True, resume=other.id) == 0
+    assert f"note: cores are shared with other runs, so all are slower: run {run.id} has 0" in (
+        capfd.readouterr().err
+    )
+    assert runs.down(run.id) == 0
+    with devices.Claims() as claims:
+        assert claims.take(core) is None
+
+
+def test_a_run_that_is_refused_gpus_has_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Machine, "here", classmethod(lambda cls: Machine((0,), 2)))
+    monkeypatch.setattr(devices, "gpus_here", lambda environment: [devices.Gpu(0), devices.Gpu(1)])
+    file = task_file(tmp_path, roles={"trainer": {"gpus": 1}, "inference": {"gpus": 1}})
+    file.write_text(file.read_text() + "resources: {accelerators: 'H100:2'}\n")
+    with devices.Claims() as claims:
+        claims.take("gpu-1")
+        claims.sign("math-1")
+        with pytest.raises(RunError, match="too few are free: run math-1 has 1"):
+            local.launch(load(file), detach=False, resume=None)
+    assert all_runs() == []
+
+
+def test_a_launch_notes_who_carries_the_run_and_its_price(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_start_node", lambda run, claims: subprocess.Popen(["true"]))
+    file = task_file(tmp_path)
+    local.launch(load(file), detach=True, resume=None)
+    assert Handle.of(all_runs()[0]).hourly == 0.0 and Handle.of(all_runs()[0]).submitted > 0
+    file.write_text(file.read_text().replace("STACK: fake.yaml", "STACK: fake.yaml\n  STACKRL_HOURLY: 1.5"))
+    local.launch(load(file), detach=True, resume=all_runs()[0].id)
+    assert Handle.of(all_runs()[0]).hourly == 1.5

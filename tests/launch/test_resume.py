@@ -49,7 +49,10 @@ def resume(run: RunFolder, folder: Path, **changes: Any) -> None:
             0,
             {
                 "model": STACK["model"]
-                | {"architecture": "llama", "config": {"max_position_embeddings": 4096}}
+                | {
+                    "architecture": "llama",
+                    "config": STACK["model"]["config"] | {"max_position_embeddings": 4096},
+                }
             },
             "model.architecture: the run was made with the text 'qwen3'",
         ),

@@ -11,6 +11,7 @@ import pytest
 from fake_roles import make_run, stack
 from rich.console import Console
 
+from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.monitor.doings import Doing, read_doings
 from stackrl.runtime.monitor.figures import count, curve, number, resampled
 from stackrl.runtime.monitor.records import History, Reader, Tail
@@ -89,6 +90,16 @@ def evaluated(when: str, reward: float) -> dict[str, Any]:
 def history(*steps: dict[str, Any], status: str = "running") -> History:
     roles = {"engine-0": "running", "trainer-0": "running"}
     return History("fake-run", stack(), State(status, attempt=2, began=BEGAN, roles=roles), list(steps))
+
+
+def test_the_title_tells_what_the_machines_have_cost() -> None:
+    """Hours of work times their price, beside the limit; nothing where they cost nothing."""
+    spends = History("run", stack(limits={"cost": 50}), State("running", began=BEGAN, used=7200.0))
+    assert "$" not in screen(spends)
+    spends.handle = Handle("slurm", hourly=3.0)
+    assert "running · 1:30 · $6.00 of $50.00 ─" in screen(spends)
+    spends.handle = Handle("sky", submitted=BEGAN + 89)
+    assert "· unknown of $50.00 ─" in screen(spends)
 
 
 def screen(history: History) -> str:

@@ -104,3 +104,19 @@ def test_place_among_nodes() -> None:
 def test_variables_that_disagree_are_errors(change: dict[str, str], message: str) -> None:
     with pytest.raises(RunError, match=message):
         Place.of(ONE_NODE | change)
+
+
+@pytest.mark.slow
+def test_machines_of_different_kinds_are_refused_with_what_to_type(tmp_path: Path) -> None:
+    roles = {
+        "trainer": {"nodes": 1, "resources": {"accelerators": "B200:8"}},
+        "inference": {"nodes": 1, "resources": {"accelerators": "H100:8"}},
+    }
+    file = task_file(tmp_path, num_nodes=2, roles=roles)
+    text = file.read_text() + "secrets: {STACKRL_TOKEN: null}\n"
+    file.write_text(text)
+    node = start(file, SKYPILOT_NUM_NODES="2", SKYPILOT_NODE_IPS="10.0.0.7\n10.0.0.8")
+    output, _ = node.communicate(timeout=60)
+    assert node.returncode != 0
+    assert "--infra k8s" in output and "machines of their own kind" in output
+    assert all_runs() == []

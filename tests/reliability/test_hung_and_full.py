@@ -133,7 +133,9 @@ def test_a_journal_that_turns_read_only_is_named_and_nothing_is_lost(tmp_path: P
         wait_until(lambda: reached(run, 4), limit=120)
         aside = tmp_path / "read-only"
         aside.mkdir()
-        with mounted(aside, "--bind", str(run.journal)):  # a mount that somebody writes through stays writable
+        with mounted(
+            aside, "--bind", str(run.journal)
+        ):  # a mount that somebody writes through stays writable
             subprocess.run(["mount", "-o", "remount,ro,bind", str(aside)], check=True)
             with mounted(run.journal, "--bind", str(aside)):
                 assert node.wait(120) == 1, trials.tail(run)

@@ -26,7 +26,7 @@ def test_defaults_are_filled_in(tmp_path):
     loaded = load(stacks.write(tmp_path))
     assert loaded.stack.algorithm.max_staleness == 1
     assert loaded.stack.weights.transport == "pull"
-    assert loaded.stack.model.config == {"hidden_size": 64}
+    assert loaded.stack.model.config == {"hidden_size": 64, "num_hidden_layers": 2}
     assert loaded.task["num_nodes"] == 1
 
 

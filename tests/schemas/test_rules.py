@@ -81,7 +81,12 @@ def complaints(folder, *changes, base=stacks.GOOD):
             "model.config.head_dim: 33 is odd, and rotary positions turn",
         ),
         (
-            [("init: random, architecture: qwen3, config: {hidden_size: 64}", "id: ., revision: main")],
+            [
+                (
+                    "init: random, architecture: qwen3, config: {hidden_size: 64, num_hidden_layers: 2}",
+                    "id: ., revision: main",
+                )
+            ],
             "model.revision: . is a folder here, and a folder has no revisions; remove it",
         ),
         (
@@ -177,11 +182,25 @@ def complaints(folder, *changes, base=stacks.GOOD):
         ),
         (
             [("run:", "secrets: {STACKRL_TOKEN: hush}\nrun:")],
-            "secrets.STACKRL_TOKEN: a token in a file is no secret, for the file is kept with the run",
+            "secrets.STACKRL_TOKEN: a secret in a file is none: the file is kept with the run",
         ),
         (
             [("envs: {STACK: small.yaml}", "envs: {STACK: small.yaml, STACKRL_TOKEN: hush}")],
-            "envs.STACKRL_TOKEN: a token in a file is no secret, for the file is kept with the run",
+            "envs.STACKRL_TOKEN: what stands under envs is shown and kept, and this is a secret",
+        ),
+        (
+            [("run:", "secrets: {HF_TOKEN: hush, WANDB_API_KEY: null}\nrun:")],
+            "secrets.HF_TOKEN: a secret in a file is none: the file is kept with the run; say secrets: "
+            "{HF_TOKEN: null}, and give its value by `export HF_TOKEN=…`",
+        ),
+        ([("num_nodes: 1", "num_nodes: 0")], "2:12: num_nodes: must be at least 1, is 0; leave it out"),
+        (
+            [("run:", "config: {kubernetes: {pod_confg: {}}}\nrun:")],
+            "5:23: config.kubernetes.pod_confg: there is no such key; did you mean pod_config?",
+        ),
+        (
+            [("run:", "resources: {any_of: [{job_recovery: {strategi: X}}]}\nrun:")],
+            "resources.any_of.0.job_recovery.strategi: there is no such key; did you mean strategy?",
         ),
         (
             [*TWO_NODES, ("nodes: rest", "nodes: 3")],
@@ -239,6 +258,7 @@ def test_bad_combinations(tmp_path, changes, expected):
     "changes",
     [
         TWO_NODES,
+        [("run:", "config: {kubernetes: {autoscaler: gke}, other: {}}\nsecrets: [HF_TOKEN]\nrun:")],
         [*TWO_NODES, with_line("checkpoint: {path: /shared/saved}")],
         [*TWO_NODES, with_line("checkpoint: {path: ~/saved}")],
         [with_line("checkpoint: {path: saved}")],
@@ -256,14 +276,19 @@ def test_bad_combinations(tmp_path, changes, expected):
             "    trainer: {mixture: {router_replay: true}}\n",
         ),
         stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: rest}}"),
-        stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 1GiB}}"),
+        stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 8GiB}}"),
         stacks.gpus(8, "{trainer: {processes: 1}, inference: {processes: 2}}", "    device: cpu\n"),
         [("type: rl, steps: 5", "type: rl, steps: 5, algorithm: {group_size: 4}")],
         [("roles:", "weights: {kv: recompute}\n    roles:")],
         [("    roles:", "    inference: {arguments: {block-size: 32}}\n    roles:")],
         [("hidden_size: 64", "max_position_embeddings: 4096, head_dim: 32")],
         [("    version: 1\n", "    version: 1\n    seed: 4294967295\n")],
-        [("init: random, architecture: qwen3, config: {hidden_size: 64}", "id: owner/name, revision: main")],
+        [
+            (
+                "init: random, architecture: qwen3, config: {hidden_size: 64, num_hidden_layers: 2}",
+                "id: owner/name, revision: main",
+            )
+        ],
     ],
 )
 def test_good_combinations(tmp_path, changes):

@@ -42,7 +42,7 @@ def wishes(file):
                 ("trainer: {processes: 1}", "trainer: {nodes: 1}"),
                 ("inference: {processes: 1}", "inference: {nodes: 1}"),
             ],
-            {"num_nodes", "service"},
+            {"service"},
         ),
     ],
 )
@@ -50,19 +50,19 @@ def test_wishes(tmp_path, changes, keys):
     assert wishes(stacks.write(tmp_path, *changes)) == keys
 
 
-def test_secrets_that_nobody_would_hand_on_are_told(tmp_path):
-    loaded = load(stacks.write(tmp_path, ("run:", "secrets: {HF_TOKEN: hush, WANDB_API_KEY: null}\nrun:")))
+def test_files_that_nobody_would_bring_are_told(tmp_path):
+    loaded = load(stacks.write(tmp_path, ("run:", "volumes: {/data: data}\nrun:")))
     (problem,) = loaded.locate(unsupported_here(loaded.task))
     assert str(problem).endswith(
-        "small.yaml:5:21: secrets.HF_TOKEN: a run on this machine takes secrets from the environment, not "
-        "from its file; type `export HF_TOKEN=…` and write null here"
+        "small.yaml:5:1: volumes: nothing is mounted or copied on this machine; put the files where the run "
+        "expects them and remove it, or start the stack with `sky launch`"
     )
 
 
-def test_only_glm5_wishes_too_much(monkeypatch):
+def test_the_other_stacks_wish_for_nothing(monkeypatch):
     monkeypatch.chdir(stacks.ROOT)
     wishing = {file.stem for file in stacks.STACKS if wishes(file)}
-    assert wishing == {"glm5"}
+    assert wishing == stacks.PLANNED
 
 
 def test_every_wish_has_a_mend(monkeypatch):

@@ -1,5 +1,7 @@
 """What is refused before any key is looked at: text that is not YAML, or not plain enough."""
 
+import os
+
 import pytest
 
 import stacks
@@ -38,7 +40,7 @@ def bomb(levels=9, width=9):
         ("a: 1\na: 2\n", "small.yaml:2:1: a: the key stands twice, first in line 1; remove one of them"),
         ("on: 1\n", 'small.yaml:1:1: the key on is not text; put it in quotes: "on"'),
         ("1: 1\n", "small.yaml:1:1: the key 1 is not text"),
-        ("? [a]\n: 1\n", "small.yaml:1:3: the key a list or mapping is not text"),
+        ("? [a]\n: 1\n", "small.yaml:1:3: a list or mapping stands as a key; put text"),
         ("a: !stack x\n", "small.yaml:1:4: the tag !stack means nothing here"),
         ("a: !!python/object:os.system x\n", "small.yaml:1:4: the tag"),
         ("a: *b\n", "small.yaml:1:4: not YAML: found undefined alias"),
@@ -47,14 +49,18 @@ def bomb(levels=9, width=9):
             "a: {b: 2026-01-01}\n",
             "small.yaml:1:8: a.b: YAML reads this as a date, which JSON does not know; put it in",
         ),
-        ("a: 2026-13-01\n", "small.yaml:1:1: a number or date cannot be read"),
+        (
+            "a: 2026-13-01\n",
+            "small.yaml:1:4: this is no number and no date: month must be in 1..12; put it in quotes",
+        ),
         ("a: .nan\n", "small.yaml:1:4: a: nan is not a number that JSON knows"),
         ("a: !!set {b}\n", "small.yaml:1:4: a: YAML reads this as a set"),
         ("a: !!binary aGk=\n", "small.yaml:1:4: a: YAML reads this as binary data"),
         ("a: \x00\n", "small.yaml:1:4: the character U+0000 may not stand in YAML"),
         (b"a: \xff\n", "small.yaml:1:1: byte 3 is not UTF-8; save the file as UTF-8 text"),
         ("[" * 5000, "small.yaml:1:1: values are nested too deeply"),
-        ("a: " + "9" * 5000 + "\n", "small.yaml:1:1: a number or date cannot be read"),
+        ("b: 1\na: " + "9" * 5000 + "\n", "small.yaml:2:4: this is no number and no date: Exceeds"),
+        ("a:\n - " + "[" * 70 + "]" * 70 + "\n", "small.yaml:2:67: values are nested too deeply"),
         (bomb(), "small.yaml:1:1: the file holds"),
         ("# " + "x" * MAX_BYTES, "small.yaml:1:1: a stack holds at most 1048576 bytes"),
     ],
@@ -67,6 +73,17 @@ def test_a_folder_and_a_missing_file(tmp_path):
     for path, words in ((tmp_path, "is a folder"), (tmp_path / "no.yaml", "there is no such file")):
         with pytest.raises(StackError, match=words):
             load(path)
+
+
+def test_a_named_pipe_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "small.yaml")
+    with pytest.raises(StackError, match="is a named pipe, which nobody may ever write to; name a file"):
+        load(tmp_path / "small.yaml")
+
+
+def test_a_name_that_no_file_can_have(tmp_path):
+    with pytest.raises(StackError, match="there is no such file"):
+        load(tmp_path / ("x" * 300))
 
 
 def test_several_double_keys_at_once():

@@ -3,11 +3,8 @@
 SkyPilot lives in .venv-sky, beside this environment: the two cannot be one.
 """
 
-import json
-import os
-import subprocess
-
 import pytest
+import skypilot_python
 import yaml
 
 import stacks
@@ -17,24 +14,12 @@ from stackrl.schemas.skypilot import task_schema
 
 pytestmark = pytest.mark.slow
 
-PYTHON = stacks.ROOT / ".venv-sky" / "bin" / "python"
-
-PROGRAM = """\
-import json, sys
-
-def refuse(event, arguments):
-    address = arguments[1] if event == "socket.connect" else ""
-    if isinstance(address, tuple) and not address[0].startswith("127."):
-        raise OSError(f"no network here: {address}")
-
-sys.addaudithook(refuse)
-from sky.utils import dag_utils
+PROGRAM = """
 from stackrl.schemas.skypilot import original
 
 def loaded(path):
-    secrets = [(name, "x") for name in ("STACKRL_TOKEN", "HF_TOKEN", "WANDB_API_KEY")]
     try:
-        (task,) = dag_utils.load_chain_dag_from_yaml(path, secret_overrides=secrets).tasks
+        (task,) = dag_of(path).tasks
     except Exception as error:
         return {"refused": f"{type(error).__name__}: {error}"}
     accelerators = sorted(str(resources.accelerators) for resources in task.resources)
@@ -62,24 +47,7 @@ def bad(tmp_path_factory):
 @pytest.fixture(scope="module")
 def sky(bad, tmp_path_factory):
     """What SkyPilot makes of our stacks and of the bad files: one process, for its import takes seconds."""
-    if not PYTHON.exists():
-        if os.environ.get("STACKRL_TESTS_NEED_SKY"):
-            pytest.fail(".venv-sky is not there; `make sky` makes it")
-        pytest.skip(".venv-sky is not there; `make sky` makes it")
-    done = subprocess.run(
-        [PYTHON, "-c", PROGRAM, *stacks.STACKS, *bad],
-        capture_output=True,
-        text=True,
-        cwd=stacks.ROOT,
-        env={
-            "HOME": str(tmp_path_factory.mktemp("home")),
-            "PATH": os.environ["PATH"],
-            "SKYPILOT_DISABLE_USAGE_COLLECTION": "1",
-        },
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    return skypilot_python.answer(PROGRAM, [*stacks.STACKS, *bad], tmp_path_factory.mktemp("home"))
 
 
 def test_skypilot_loads_every_stack(sky):

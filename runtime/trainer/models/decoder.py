@@ -80,7 +80,8 @@ class Body(nn.Module):
         turn = rotation(documents.positions, self.rope, states.dtype)
         choice = None
         for layer in self.layers:
-            states, choice = layer(states, turn, documents, choice)
+            # one that is run again for the backward pass keeps what it is given
+            states, choice = layer(states, turn, documents, choice if layer.follows else None)
         return self.norm(states)
 
 
@@ -91,6 +92,8 @@ class Layer(nn.Module):
         super().__init__()
         self.input_layernorm = Norm(shape.hidden, shape.epsilon)
         self.sparse = isinstance(layer.attention, shapes.LatentAttention)
+        self.follows = self.sparse and not layer.attention.indexer.own
+        """Whether it looks at the tokens that the layer before chose."""
         if self.sparse:
             self.self_attn = LatentAttention(layer.attention, shape.hidden)
         else:
