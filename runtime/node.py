@@ -8,6 +8,7 @@ this for all, and the others do what it says (nodes/follower.py).
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import os
@@ -61,7 +62,7 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
 
     Raises RunError (and the loader's error) before anything is started.
     """
-    place, token = Place.of(os.environ), new_token()
+    began, place, token = time.time(), Place.of(os.environ), new_token()
     os.umask(0o077)
     path = Path(argument)
     if path.is_dir() and not (path / "run.json").exists():
@@ -79,6 +80,7 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
         raise RunError(f"run {run.id} is finished; its model is in {run.final}")
     _refuse_spent(run)
     with run.kept():
+        _forget_notice(run, began)
         code = guarded(
             lambda: _work(run, place, token, prepare, show),
             died=lambda reason: _note_death(run, reason),
@@ -133,6 +135,13 @@ def _refuse_spent(run: RunFolder) -> None:
             f"`stackrl launch FILE --resume {run.id} --set limits.hours={math.ceil(2 * hours)}`"
         )
     money.refuse_spent(run, limits, os.environ)
+
+
+def _forget_notice(run: RunFolder, began: float) -> None:
+    """A notice that came while this program began is not of an earlier attempt, and stays."""
+    with contextlib.suppress(FileNotFoundError):
+        if run.preempt.stat().st_mtime < began:
+            run.preempt.unlink()
 
 
 def _note_death(run: RunFolder, reason: str) -> None:
@@ -203,7 +212,6 @@ class _Attempt:
 
     def _clean(self) -> None:
         """Take away what an earlier attempt left."""
-        self._run.preempt.unlink(missing_ok=True)
         self._run.heartbeats.mkdir(mode=0o700, exist_ok=True)
         for file in self._run.heartbeats.iterdir():
             file.unlink()

@@ -138,8 +138,10 @@ def append_whole(path: Path, line: bytes) -> None:
 
 
 def tell(text: str) -> None:
+    """A line on stderr, in one piece: launchers put a mark before whatever is written at once."""
     with contextlib.suppress(OSError, ValueError):
-        print(text, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{text}\n")
+        sys.stderr.flush()
 
 
 def _overwrite(path: Path, data: bytes) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -12,6 +13,9 @@ from pathlib import Path
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
+from stackrl.runtime.launch.backends import LOCAL
+from stackrl.runtime.launch.devices import among_visible
+from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, Process
 from stackrl.runtime.nodes.crew import Crew, contents
 from stackrl.runtime.nodes.follower import PYTHON
@@ -164,6 +168,8 @@ class Roles:
         }
         command = [PYTHON, *process.command]
         if process.node == 0:
+            if Handle.of(self._run).backend != LOCAL:  # else the plan has this machine's own numbers
+                environment = among_visible(environment, os.environ)
             environment |= {TOKEN_VARIABLE: self._token, HEARTBEATS_VARIABLE: str(self._run.heartbeats)}
             command = process.command_for(self._run)
         endless = process.role == ENGINE

@@ -103,6 +103,16 @@ def deal(plan: Plan, claims: Claims, cpus: int | None, environment: Mapping[str,
         return plan
 
 
+def among_visible(planned: Mapping[str, str], environment: Mapping[str, str]) -> dict[str, str]:
+    """``planned``, the environment of a process, on a node whose GPUs were dealt by somebody else, such as
+    Slurm: the plan counts from 0 those that this node was given."""
+    given = [name for name in environment.get(VISIBLE, "").split(",") if name]
+    wanted = [int(index) for index in planned.get(VISIBLE, "").split(",") if index]
+    if not given or not wanted or max(wanted) >= len(given):
+        return dict(planned)
+    return {**planned, VISIBLE: ",".join(given[index] for index in wanted)}
+
+
 def gpus_here(environment: Mapping[str, str]) -> list[Gpu]:
     """The GPUs that this process may use, by number."""
     found = _listed() or [

@@ -13,6 +13,7 @@ from typing import Any
 
 from stackrl.runtime import preemption
 from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
+from stackrl.runtime.launch.devices import among_visible
 from stackrl.runtime.launch.plan import RUN
 from stackrl.runtime.launch.ports import free_ports
 from stackrl.runtime.nodes.channel import Channel, Lost
@@ -211,7 +212,7 @@ class _Follower:
     def _start(self, message: dict[str, Any]) -> None:
         places = {PYTHON: sys.executable, RUN: str(self._mirror.path)}
         environment = {
-            **message["environment"],
+            **among_visible(message["environment"], os.environ),
             TOKEN_VARIABLE: self._token,
             HEARTBEATS_VARIABLE: str(self._mirror.heartbeats),
         }

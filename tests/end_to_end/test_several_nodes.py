@@ -62,7 +62,7 @@ def test_three_nodes_find_each_other_and_train(tmp_path: Path, monkeypatch: pyte
     assert books.clean
     steps = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert [step["index"] for step in steps] == [0, 1, 2]
-    # the engine of the third node samples from what the ranks of the other two hold; keys of an older version stay
+    # the third node samples from what the ranks of the other two hold; keys of an older version stay
     assert steps[0]["trainer/mismatch_kl"] < 1e-9
     assert max(step["trainer/mismatch_kl"] for step in steps) < 1e-3
     assert {step["trainer/skipped"] for step in steps} == {0.0}

@@ -226,3 +226,18 @@ def test_a_link_in_the_place_of_a_claim_is_not_followed(claims: Claims, tmp_path
     (devices.FOLDER / f"core-{CORES[0]}").symlink_to(precious)
     deal(cpu_plan(), claims, None, {})
     assert precious.read_text() == "keep me" and "cannot be claimed" in claims.notes[0]
+
+
+@pytest.mark.parametrize(
+    ("planned", "given", "seen"),
+    [
+        ("0,2", "4,5,6,7", "4,6"),
+        ("1", "GPU-a,GPU-b", "GPU-b"),
+        ("1", "", "1"),
+        ("", "4,5", ""),
+        ("3", "4", "3"),
+    ],
+)
+def test_a_plan_counts_the_gpus_that_its_node_was_given(planned: str, given: str, seen: str) -> None:
+    own = {"CUDA_VISIBLE_DEVICES": planned, "RANK": "1"}
+    assert devices.among_visible(own, {"CUDA_VISIBLE_DEVICES": given}) == own | {"CUDA_VISIBLE_DEVICES": seen}
