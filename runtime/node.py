@@ -25,7 +25,7 @@ from stackrl.runtime.launch import money
 from stackrl.runtime.launch.admit import Planner, admit
 from stackrl.runtime.launch.again import go_on, recreate
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.plan import ORCHESTRATOR, Process, make_plan
+from stackrl.runtime.launch.planning.plan import ORCHESTRATOR, Process, make_plan
 from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.monitor.lines import Prefixed

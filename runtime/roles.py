@@ -16,7 +16,7 @@ from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
 from stackrl.runtime.launch.backends import LOCAL
 from stackrl.runtime.launch.devices import among_visible
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, Process
+from stackrl.runtime.launch.planning.plan import ENGINE, ORCHESTRATOR, Process
 from stackrl.runtime.nodes.crew import Crew, contents
 from stackrl.runtime.nodes.follower import PYTHON
 from stackrl.runtime.notes import Notes

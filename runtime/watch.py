@@ -10,7 +10,7 @@ from typing import Any
 from stackrl.runtime import processes
 from stackrl.runtime.heartbeat import DUMP_SIGNAL, Listener
 from stackrl.runtime.launch import money
-from stackrl.runtime.launch.plan import ORCHESTRATOR
+from stackrl.runtime.launch.planning.plan import ORCHESTRATOR
 from stackrl.runtime.nodes.crew import Crew
 from stackrl.runtime.notes import Notes
 from stackrl.runtime.run import RunFolder

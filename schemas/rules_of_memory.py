@@ -16,7 +16,7 @@ Problems = Iterator[Problem]
 
 def accelerators_are_known(stack: Stack, task: Task) -> Problems:
     """A name that is nearly that of a GPU is most likely meant to be it. Others may be known to the cloud."""
-    from stackrl.runtime.launch.accelerators import accelerator_of, similar
+    from stackrl.runtime.launch.planning.accelerators import accelerator_of, similar
 
     for path, name, at_key in _accelerators(stack, task):
         if accelerator_of(name) is None and (meant := similar(name)):
@@ -26,8 +26,8 @@ def accelerators_are_known(stack: Stack, task: Task) -> Problems:
 
 def model_fits(stack: Stack, task: Task) -> Problems:
     """On every kind of GPU that the stack allows. Asked of a stack that is right in everything else."""
-    from stackrl.runtime.launch import fits
-    from stackrl.runtime.launch.memory import memory_of
+    from stackrl.runtime.launch.planning import fits
+    from stackrl.runtime.launch.planning.memory import memory_of
 
     known = shape_of(stack.model)
     if known is None:

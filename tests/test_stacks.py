@@ -5,9 +5,9 @@ import re
 import pytest
 
 import stacks
-from stackrl.runtime.launch.accelerators import accelerator_of
-from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, TRAINER, Machine, make_plan
-from stackrl.runtime.launch.plan_table import table
+from stackrl.runtime.launch.planning.accelerators import accelerator_of
+from stackrl.runtime.launch.planning.plan import ENGINE, ORCHESTRATOR, TRAINER, Machine, make_plan
+from stackrl.runtime.launch.planning.plan_table import table
 from stackrl.schemas import skypilot, split
 from stackrl.schemas.loader import load
 from stackrl.schemas.model import PretrainedModel, RandomModel

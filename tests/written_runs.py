@@ -13,7 +13,7 @@ import numpy as np
 from small_runs import chat, make_run
 
 from stackrl.runtime.environments.base import assistant, user
-from stackrl.runtime.launch.plan import Machine, make_plan
+from stackrl.runtime.launch.planning.plan import Machine, make_plan
 from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.monitor.rollouts import RolloutLog, document_names
 from stackrl.runtime.orchestrator.batching import Place

@@ -10,7 +10,7 @@ from typing import Any
 from stackrl.runtime.launch.backends import choices
 from stackrl.runtime.launch.epochs import counted
 from stackrl.runtime.launch.front import refusals
-from stackrl.runtime.launch.plan import Machine, Plan, lacking, make_plan
+from stackrl.runtime.launch.planning.plan import Machine, Plan, lacking, make_plan
 from stackrl.runtime.run import RunError
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.model import PretrainedModel

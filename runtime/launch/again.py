@@ -9,7 +9,7 @@ from pathlib import Path
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.admit import Planner, admit
-from stackrl.runtime.launch.plan import make_plan
+from stackrl.runtime.launch.planning.plan import make_plan
 from stackrl.runtime.launch.resume import refuse_against_checkpoint, refuse_changes
 from stackrl.runtime.run import RunError, RunFolder, State, create_run
 from stackrl.schemas.loader import LoadedStack

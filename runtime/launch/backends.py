@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 LOCAL, SLURM, SKY = "local", "slurm", "sky"
 MODULES = {
     LOCAL: "stackrl.runtime.launch.local",
-    SLURM: "stackrl.runtime.launch.slurm",
-    SKY: "stackrl.runtime.launch.sky",
+    SLURM: "stackrl.runtime.launch.slurm.backend",
+    SKY: "stackrl.runtime.launch.sky.backend",
 }
 CLOUDS = (
     "aws", "azure", "cudo", "do", "fluidstack", "gcp", "hyperbolic", "ibm", "k8s", "kubernetes", "lambda",

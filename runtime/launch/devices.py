@@ -18,7 +18,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from stackrl.runtime.launch.plan import ENGINE, ORCHESTRATOR, Process, deal_cores
+from stackrl.runtime.launch.planning.plan import ENGINE, ORCHESTRATOR, Process, deal_cores
 from stackrl.runtime.run import RunError
 
 FOLDER = Path("/tmp/stackrl-devices")

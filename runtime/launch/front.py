@@ -19,8 +19,8 @@ from stackrl.schemas.support import unsupported
 from stackrl.schemas.written import written
 
 if TYPE_CHECKING:
-    from stackrl.runtime.launch.at_work import AtWork
-    from stackrl.runtime.launch.plan import Plan
+    from stackrl.runtime.launch.planning.at_work import AtWork
+    from stackrl.runtime.launch.planning.plan import Plan
     from stackrl.runtime.run import RunFolder
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -115,8 +115,8 @@ def plan(file: str, overrides: Sequence[str], output: str, reply: float | None, 
     ``reply``: the mean tokens that a rollout samples, where they are known. With ``exit_code`` 1 where no run
     of the stack's name is at work with this very plan.
     """
-    from stackrl.runtime.launch.forecast import forecasts
-    from stackrl.runtime.launch.plan import make_plan
+    from stackrl.runtime.launch.planning.forecast import forecasts
+    from stackrl.runtime.launch.planning.plan import make_plan
 
     loaded = load(file, overrides)
     made, found = make_plan(loaded), forecasts(loaded, reply)
@@ -125,8 +125,8 @@ def plan(file: str, overrides: Sequence[str], output: str, reply: float | None, 
         told = {"candidates": [one.as_json() for one in found], "running": running and asdict(running)}
         print(json.dumps(asdict(made) | told, indent=1))
     else:
-        from stackrl.runtime.launch.forecast_table import forecast_table, told_running
-        from stackrl.runtime.launch.plan_table import table
+        from stackrl.runtime.launch.planning.forecast_table import forecast_table, told_running
+        from stackrl.runtime.launch.planning.plan_table import table
 
         print(table(made, loaded.stack), forecast_table(found), sep="\n\n")
         if running or exit_code:
@@ -147,7 +147,7 @@ def _beside_running(loaded: LoadedStack, made: Plan) -> AtWork | None:
 
     if not (runs := [run for run in all_runs() if named(run)]):
         return None
-    from stackrl.runtime.launch.at_work import beside_running
+    from stackrl.runtime.launch.planning.at_work import beside_running
 
     return beside_running(loaded, made, runs)
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Mapping
 
 from stackrl.runtime.launch.handle import FILE, Handle
-from stackrl.runtime.launch.prices import dollars
+from stackrl.runtime.launch.planning.prices import dollars
 from stackrl.runtime.preemption import watched
 from stackrl.runtime.run import RunError, RunFolder, State
 from stackrl.schemas.limits import Limits

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from stackrl.runtime.launch.plan import RUN, Process
+from stackrl.runtime.launch.planning.plan import RUN, Process
 from stackrl.runtime.nodes.crew import Crew, contents
 from stackrl.runtime.nodes.follower import PYTHON, fingerprint
 from stackrl.runtime.nodes.meeting import MEETING_LIMIT, Facts, listen

@@ -14,7 +14,7 @@ from typing import Any
 from stackrl.runtime import preemption
 from stackrl.runtime.heartbeat import HEARTBEATS_VARIABLE, Listener
 from stackrl.runtime.launch.devices import among_visible
-from stackrl.runtime.launch.plan import RUN
+from stackrl.runtime.launch.planning.plan import RUN
 from stackrl.runtime.launch.ports import free_ports
 from stackrl.runtime.nodes.channel import Channel, Lost
 from stackrl.runtime.nodes.crew import ALIVE_SECONDS

@@ -16,7 +16,7 @@ from fake_roles import fresh_home, task_file
 from stackrl.runtime import checkpoints, node
 from stackrl.runtime.launch import local
 from stackrl.runtime.launch.again import recreate
-from stackrl.runtime.launch.plan import make_plan
+from stackrl.runtime.launch.planning.plan import make_plan
 from stackrl.runtime.place import Place, job_run_id
 from stackrl.runtime.run import RunError, RunFolder, all_runs
 from stackrl.schemas.loader import load

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 import stacks
-from stackrl.runtime.launch.balance import NotEstimated, estimate
-from stackrl.runtime.launch.memory import memory_of
+from stackrl.runtime.launch.planning.balance import NotEstimated, estimate
+from stackrl.runtime.launch.planning.memory import memory_of
 from stackrl.schemas import split
 from stackrl.schemas.loader import load
 

@@ -3,7 +3,7 @@
 import pytest
 
 import stacks
-from stackrl.runtime.launch.candidates import Candidate, Kind, candidates_of, kinds_of
+from stackrl.runtime.launch.planning.candidates import Candidate, Kind, candidates_of, kinds_of
 from stackrl.schemas.loader import load
 
 

@@ -9,8 +9,8 @@ import pytest
 import stacks
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.epochs import as_asked
-from stackrl.runtime.launch.plan import Machine, make_plan
-from stackrl.runtime.launch.plan_table import table
+from stackrl.runtime.launch.planning.plan import Machine, make_plan
+from stackrl.runtime.launch.planning.plan_table import table
 from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError
 

@@ -11,9 +11,9 @@ from price_catalogs import write_catalogs
 
 import stacks
 from stackrl.cli import main
-from stackrl.runtime.launch.forecast import forecasts
-from stackrl.runtime.launch.forecast_table import forecast_table
-from stackrl.runtime.launch.plan import make_plan
+from stackrl.runtime.launch.planning.forecast import forecasts
+from stackrl.runtime.launch.planning.forecast_table import forecast_table
+from stackrl.runtime.launch.planning.plan import make_plan
 from stackrl.runtime.run import RunFolder, State, create_run
 from stackrl.schemas.loader import load
 

@@ -15,7 +15,7 @@ from fake_roles import FAILS, SERVES, WORKS, fresh_home, make_run, process, task
 
 from stackrl.runtime.launch import devices, local, runs
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.plan import Machine
+from stackrl.runtime.launch.planning.plan import Machine
 from stackrl.runtime.run import RunError, RunFolder, all_runs
 from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError

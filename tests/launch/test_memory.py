@@ -11,9 +11,9 @@ import step_memory
 import yaml
 
 import stacks
-from stackrl.runtime.launch.accelerators import ACCELERATORS, GIB, accelerator_of, similar
-from stackrl.runtime.launch.memory import ALLOCATOR, KEPT_VERSIONS, RoleMemory, memory_of
-from stackrl.runtime.launch.trainer_memory import (
+from stackrl.runtime.launch.planning.accelerators import ACCELERATORS, GIB, accelerator_of, similar
+from stackrl.runtime.launch.planning.memory import ALLOCATOR, KEPT_VERSIONS, RoleMemory, memory_of
+from stackrl.runtime.launch.planning.trainer_memory import (
     ALLOCATOR_SHARE,
     Settings,
     host_parts,

@@ -4,8 +4,8 @@ import pytest
 import torch
 from tiny_models import tiny_config
 
-from stackrl.runtime.launch import layer_memory, memory, trainer_memory
-from stackrl.runtime.launch.parameters import linears, parameters_of
+from stackrl.runtime.launch.planning import layer_memory, memory, trainer_memory
+from stackrl.runtime.launch.planning.parameters import linears, parameters_of
 from stackrl.runtime.trainer import head, lora, shared_gpu
 from stackrl.runtime.trainer.models import latent
 from stackrl.runtime.trainer.models.decoder import Decoder

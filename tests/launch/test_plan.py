@@ -7,7 +7,7 @@ from dataclasses import asdict
 import pytest
 
 import stacks
-from stackrl.runtime.launch.plan import (
+from stackrl.runtime.launch.planning.plan import (
     ENGINE,
     TRAINER,
     Machine,
@@ -17,7 +17,7 @@ from stackrl.runtime.launch.plan import (
     lacking,
     make_plan,
 )
-from stackrl.runtime.launch.plan_table import table
+from stackrl.runtime.launch.planning.plan_table import table
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.loader import load
 

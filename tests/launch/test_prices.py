@@ -10,8 +10,8 @@ import pytest
 from price_catalogs import write_catalogs
 
 import stacks
-from stackrl.runtime.launch.candidates import Kind, candidates_of
-from stackrl.runtime.launch.prices import Price, catalogs, dollars, hourly, is_billed, price_of
+from stackrl.runtime.launch.planning.candidates import Kind, candidates_of
+from stackrl.runtime.launch.planning.prices import Price, catalogs, dollars, hourly, is_billed, price_of
 from stackrl.schemas.loader import load
 
 SKY_PYTHON = stacks.ROOT / ".venv-sky" / "bin" / "python"

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from stackrl.runtime.launch import steptime
-from stackrl.runtime.launch.accelerators import accelerator_of
-from stackrl.runtime.launch.memory import Cache
-from stackrl.runtime.launch.steptime import Engines, Lengths, Passes, Ranks, StepTime
-from stackrl.runtime.launch.work import work_of
+from stackrl.runtime.launch.planning import steptime
+from stackrl.runtime.launch.planning.accelerators import accelerator_of
+from stackrl.runtime.launch.planning.memory import Cache
+from stackrl.runtime.launch.planning.steptime import Engines, Lengths, Passes, Ranks, StepTime
+from stackrl.runtime.launch.planning.work import work_of
 from stackrl.runtime.trainer.models.shape import GroupedAttention, Layer, Mlp, Rope, Shape
 from stackrl.schemas.activations import SelectiveCheckpointing
 from stackrl.schemas.degrees import Degrees

@@ -29,7 +29,7 @@ NODE = """
 import sys
 from dataclasses import replace
 from stackrl.runtime import node
-from stackrl.runtime.launch.plan import make_plan
+from stackrl.runtime.launch.planning.plan import make_plan
 
 engine, worker = sys.argv[2:4]
 programs = {"engine": engine, "trainer": worker, "orchestrator": worker}

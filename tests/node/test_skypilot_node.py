@@ -20,7 +20,7 @@ PROGRAM = f"""
 import sys
 from dataclasses import replace
 from stackrl.runtime import node
-from stackrl.runtime.launch.plan import make_plan
+from stackrl.runtime.launch.planning.plan import make_plan
 
 programs = {{"engine": {SERVES!r}, "trainer": {WORKS!r}, "orchestrator": sys.argv[2]}}
 makes = "import pathlib, sys; pathlib.Path(sys.argv[1], 'model').mkdir(); print('made')"

@@ -22,7 +22,7 @@ from light_trainer import recompute
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.audit import Audit, audit
-from stackrl.runtime.launch.plan import Plan, Process
+from stackrl.runtime.launch.planning.plan import Plan, Process
 from stackrl.runtime.run import RunFolder, create_run
 from stackrl.schemas.degrees import degrees_of
 from stackrl.schemas.loader import LoadedStack

@@ -18,9 +18,9 @@ import pytest
 from fake_roles import fresh_home
 
 import stacks
-from stackrl.runtime.launch import sky_command
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.sky import BACKEND
+from stackrl.runtime.launch.sky import command as sky_command
+from stackrl.runtime.launch.sky.backend import BACKEND
 from stackrl.runtime.run import RunError, all_runs, find_run
 from stackrl.schemas.loader import load
 

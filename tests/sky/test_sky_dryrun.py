@@ -14,9 +14,9 @@ import skypilot_server
 import yaml
 
 import stacks
-from stackrl.runtime.launch import sky_task
-from stackrl.runtime.launch.sky import documents
-from stackrl.runtime.launch.sky_task import Launch
+from stackrl.runtime.launch.sky import task as sky_task
+from stackrl.runtime.launch.sky.backend import documents
+from stackrl.runtime.launch.sky.task import Launch
 from stackrl.schemas.loader import load
 
 PROGRAM = f"""

@@ -10,8 +10,9 @@ import pytest
 import yaml
 
 import stacks
-from stackrl.runtime.launch import sky_group, sky_task
-from stackrl.runtime.launch.sky_task import Launch
+from stackrl.runtime.launch.sky import group as sky_group
+from stackrl.runtime.launch.sky import task as sky_task
+from stackrl.runtime.launch.sky.task import Launch
 from stackrl.runtime.place import job_run_id
 from stackrl.runtime.run import RunError
 from stackrl.schemas.loader import load

@@ -9,7 +9,7 @@ import pytest
 from fake_roles import fresh_home
 from slurm_cluster import Cluster, cluster, lacking
 
-from stackrl.runtime.launch import slurm_commands
+from stackrl.runtime.launch.slurm import commands as slurm_commands
 
 
 @pytest.fixture(scope="session")

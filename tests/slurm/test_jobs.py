@@ -13,11 +13,12 @@ from fake_roles import FAILS, WORKS, make_run, process, wait_until
 
 import stacks
 from stackrl import cli
-from stackrl.runtime.launch import runs, slurm_script
-from stackrl.runtime.launch import slurm as backend
+from stackrl.runtime.launch import runs
 from stackrl.runtime.launch.handle import Handle
-from stackrl.runtime.launch.slurm import BACKEND
-from stackrl.runtime.launch.slurm_request import Part, Request
+from stackrl.runtime.launch.slurm import backend
+from stackrl.runtime.launch.slurm import script as slurm_script
+from stackrl.runtime.launch.slurm.backend import BACKEND
+from stackrl.runtime.launch.slurm.request import Part, Request
 from stackrl.runtime.run import RunError, RunFolder, all_runs
 from stackrl.runtime.stopping import longest_end
 

@@ -10,7 +10,7 @@ import pytest
 
 import stacks
 from stackrl.cli import _told
-from stackrl.runtime.launch.slurm import BACKEND
+from stackrl.runtime.launch.slurm.backend import BACKEND
 from stackrl.runtime.run import runs_home
 from stackrl.schemas.loader import load
 
@@ -119,7 +119,7 @@ def test_a_job_that_cannot_start_is_refused_with_the_reason(
 def test_without_slurm_the_user_is_told_where_to_type(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from stackrl.runtime.launch import slurm_commands
+    from stackrl.runtime.launch.slurm import commands as slurm_commands
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("STACKRL_HOME", str(tmp_path / "home"))

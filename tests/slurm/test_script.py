@@ -10,13 +10,14 @@ from pathlib import Path
 import pytest
 
 import stacks
-from stackrl.runtime.launch import slurm_commands, slurm_request
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.again import environment_of
-from stackrl.runtime.launch.plan import make_plan
-from stackrl.runtime.launch.slurm_commands import Hardware, Job, words_of
-from stackrl.runtime.launch.slurm_request import Request, requests_of
-from stackrl.runtime.launch.slurm_script import render, warning_of
+from stackrl.runtime.launch.planning.plan import make_plan
+from stackrl.runtime.launch.slurm import commands as slurm_commands
+from stackrl.runtime.launch.slurm import request as slurm_request
+from stackrl.runtime.launch.slurm.commands import Hardware, Job, words_of
+from stackrl.runtime.launch.slurm.request import Request, requests_of
+from stackrl.runtime.launch.slurm.script import render, warning_of
 from stackrl.runtime.run import RunError, RunFolder, create_run
 from stackrl.schemas.loader import LoadedStack, load
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from stackrl.runtime.launch.sky_task import ANYWHERE, Launch, pinned, recovering, submitted
+from stackrl.runtime.launch.sky.task import ANYWHERE, Launch, pinned, recovering, submitted
 from stackrl.runtime.place import ADDRESSES_VARIABLE, RANK_VARIABLE
 from stackrl.runtime.run import RunError
 from stackrl.schemas import skypilot

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from itertools import groupby
 from typing import Any
 
-from stackrl.runtime.launch import slurm_commands
-from stackrl.runtime.launch.candidates import Candidate, Kind, candidates_of
-from stackrl.runtime.launch.slurm_commands import Hardware
+from stackrl.runtime.launch.planning.candidates import Candidate, Kind, candidates_of
+from stackrl.runtime.launch.slurm import commands as slurm_commands
+from stackrl.runtime.launch.slurm.commands import Hardware
 from stackrl.runtime.run import RunError
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.problems import Path, Problem, StackError

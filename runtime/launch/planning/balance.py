@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import floor, inf
 
-from stackrl.runtime.launch import steptime
-from stackrl.runtime.launch.accelerators import Accelerator, accelerator_of
-from stackrl.runtime.launch.memory import Cache, RoleMemory, trainer_role
-from stackrl.runtime.launch.steptime import Engines, Lengths, Passes, Ranks, StepTime
-from stackrl.runtime.launch.work import Work, work_of
+from stackrl.runtime.launch.planning import steptime
+from stackrl.runtime.launch.planning.accelerators import Accelerator, accelerator_of
+from stackrl.runtime.launch.planning.memory import Cache, RoleMemory, trainer_role
+from stackrl.runtime.launch.planning.steptime import Engines, Lengths, Passes, Ranks, StepTime
+from stackrl.runtime.launch.planning.work import Work, work_of
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas import skypilot, split
 from stackrl.schemas.degrees import degrees_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stackrl.runtime.launch.parameters import parameters_of
+from stackrl.runtime.launch.planning.parameters import parameters_of
 from stackrl.runtime.trainer.models.shape import GroupedAttention, LatentAttention, Shape
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from stackrl.runtime.launch.sky_command import quietly
+from stackrl.runtime.launch.sky.command import quietly
 from stackrl.runtime.run import RunFolder, write_durably
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=45")

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from stackrl.runtime.launch.plan import ENGINE, Plan, Process
-from stackrl.runtime.launch.work import work_of
+from stackrl.runtime.launch.planning.plan import ENGINE, Plan, Process
+from stackrl.runtime.launch.planning.work import work_of
 from stackrl.runtime.trainer.models.families import FAMILIES, ModelError, config_of
 from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.shapes import KnownShape, shape_of

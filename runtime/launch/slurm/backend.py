@@ -16,16 +16,16 @@ from collections.abc import Callable, Sequence
 
 from rich.console import Console
 
-from stackrl.runtime.launch import slurm_commands
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.again import environment_of, go_on
 from stackrl.runtime.launch.fork import own_stack
 from stackrl.runtime.launch.handle import Handle, Seen
 from stackrl.runtime.launch.money import hourly_noted
 from stackrl.runtime.launch.runs import explain
-from stackrl.runtime.launch.slurm_commands import AT_WORK, WAITING, SlurmError
-from stackrl.runtime.launch.slurm_request import Request, requests_of
-from stackrl.runtime.launch.slurm_script import container_options, log_of, write_script
+from stackrl.runtime.launch.slurm import commands as slurm_commands
+from stackrl.runtime.launch.slurm.commands import AT_WORK, WAITING, SlurmError
+from stackrl.runtime.launch.slurm.request import Request, requests_of
+from stackrl.runtime.launch.slurm.script import container_options, log_of, write_script
 from stackrl.runtime.monitor.view import follow
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token
 from stackrl.runtime.stopping import longest_end

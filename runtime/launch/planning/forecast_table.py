@@ -6,15 +6,15 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from stackrl.runtime.launch.balance import Estimate
-from stackrl.runtime.launch.candidates import Group
-from stackrl.runtime.launch.forecast import Forecast
-from stackrl.runtime.launch.memory import RoleMemory
-from stackrl.runtime.launch.prices import UNPRICED, Offer, Price, dollars, is_billed
-from stackrl.runtime.launch.steptime import UTILIZATION
+from stackrl.runtime.launch.planning.balance import Estimate
+from stackrl.runtime.launch.planning.candidates import Group
+from stackrl.runtime.launch.planning.forecast import Forecast
+from stackrl.runtime.launch.planning.memory import RoleMemory
+from stackrl.runtime.launch.planning.prices import UNPRICED, Offer, Price, dollars, is_billed
+from stackrl.runtime.launch.planning.steptime import UTILIZATION
 
 if TYPE_CHECKING:
-    from stackrl.runtime.launch.at_work import AtWork
+    from stackrl.runtime.launch.planning.at_work import AtWork
 
 MIB, GIB = 1 << 20, 1 << 30
 _TOLD_WAIT = 0.05

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from stackrl.runtime.launch.layer_memory import FLOAT32, LayerMemory, Tokens, layer_memory
-from stackrl.runtime.launch.parameters import LayerParameters, linears, parameters_of
+from stackrl.runtime.launch.planning.layer_memory import FLOAT32, LayerMemory, Tokens, layer_memory
+from stackrl.runtime.launch.planning.parameters import LayerParameters, linears, parameters_of
 from stackrl.runtime.trainer.models.shape import Experts, Layer, Shape
 from stackrl.schemas.degrees import Degrees
 from stackrl.schemas.lora import Lora

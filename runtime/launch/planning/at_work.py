@@ -10,7 +10,7 @@ from typing import Any
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.difference import Entry, differing_keys
 from stackrl.runtime.launch.listing import standing_of
-from stackrl.runtime.launch.plan import Plan
+from stackrl.runtime.launch.planning.plan import Plan
 from stackrl.runtime.run import RunError, RunFolder
 from stackrl.schemas.loader import LoadedStack
 from stackrl.schemas.problems import StackError

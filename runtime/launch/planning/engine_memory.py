@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from stackrl.runtime.launch.parameters import linears, parameters_of
+from stackrl.runtime.launch.planning.parameters import linears, parameters_of
 from stackrl.runtime.trainer.models.shape import Experts, GroupedAttention, LatentAttention, Layer, Mlp, Shape
 from stackrl.schemas.inference import Inference
 

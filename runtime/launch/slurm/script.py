@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from stackrl.runtime.launch.front import ROOT
-from stackrl.runtime.launch.slurm_request import Request
+from stackrl.runtime.launch.slurm.request import Request
 from stackrl.runtime.run import RunError, RunFolder
 from stackrl.runtime.stopping import longest_end
 

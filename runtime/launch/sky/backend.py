@@ -15,15 +15,18 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from stackrl.runtime.launch import sky_command, sky_group, sky_mirror, sky_task
-from stackrl.runtime.launch.candidates import candidates_of
 from stackrl.runtime.launch.front import refusals
 from stackrl.runtime.launch.handle import Handle, Seen
 from stackrl.runtime.launch.money import hourly_noted
-from stackrl.runtime.launch.plan import make_plan
-from stackrl.runtime.launch.prices import hourly
-from stackrl.runtime.launch.sky_command import NoAnswer
-from stackrl.runtime.launch.sky_task import Launch
+from stackrl.runtime.launch.planning.candidates import candidates_of
+from stackrl.runtime.launch.planning.plan import make_plan
+from stackrl.runtime.launch.planning.prices import hourly
+from stackrl.runtime.launch.sky import command as sky_command
+from stackrl.runtime.launch.sky import group as sky_group
+from stackrl.runtime.launch.sky import mirror as sky_mirror
+from stackrl.runtime.launch.sky import task as sky_task
+from stackrl.runtime.launch.sky.command import NoAnswer
+from stackrl.runtime.launch.sky.task import Launch
 from stackrl.runtime.run import RunError, RunFolder, create_run, write_durably
 from stackrl.runtime.stopping import longest_end
 from stackrl.schemas import skypilot, split

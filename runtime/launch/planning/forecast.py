@@ -6,10 +6,10 @@ from dataclasses import asdict, dataclass
 from functools import cache
 from typing import Any
 
-from stackrl.runtime.launch.balance import Estimate, NotEstimated, estimate
-from stackrl.runtime.launch.candidates import Candidate, candidates_of
-from stackrl.runtime.launch.memory import RoleMemory, memory_of
-from stackrl.runtime.launch.prices import Offer, Price, catalogs, is_billed, price_of, total
+from stackrl.runtime.launch.planning.balance import Estimate, NotEstimated, estimate
+from stackrl.runtime.launch.planning.candidates import Candidate, candidates_of
+from stackrl.runtime.launch.planning.memory import RoleMemory, memory_of
+from stackrl.runtime.launch.planning.prices import Offer, Price, catalogs, is_billed, price_of, total
 from stackrl.schemas import split
 from stackrl.schemas.loader import LoadedStack
 

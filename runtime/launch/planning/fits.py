@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from stackrl.runtime.launch.accelerators import ACCELERATORS, GIB, accelerator_of
-from stackrl.runtime.launch.memory import ALLOCATOR, RoleMemory, engine_role, trainer_role
+from stackrl.runtime.launch.planning.accelerators import ACCELERATORS, GIB, accelerator_of
+from stackrl.runtime.launch.planning.memory import ALLOCATOR, RoleMemory, engine_role, trainer_role
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas.lora import Lora
 from stackrl.schemas.shapes import heads_divide

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from stackrl.runtime.launch import engine_memory, trainer_memory
-from stackrl.runtime.launch.accelerators import GIB, accelerator_of
-from stackrl.runtime.launch.engine_memory import EngineSettings
-from stackrl.runtime.launch.trainer_memory import SIZES, Settings
+from stackrl.runtime.launch.planning import engine_memory, trainer_memory
+from stackrl.runtime.launch.planning.accelerators import GIB, accelerator_of
+from stackrl.runtime.launch.planning.engine_memory import EngineSettings
+from stackrl.runtime.launch.planning.trainer_memory import SIZES, Settings
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas import split
 from stackrl.schemas.base import size_in_bytes

@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import ceil
 
-from stackrl.runtime.launch.accelerators import Accelerator
-from stackrl.runtime.launch.memory import Cache
-from stackrl.runtime.launch.work import Work
+from stackrl.runtime.launch.planning.accelerators import Accelerator
+from stackrl.runtime.launch.planning.memory import Cache
+from stackrl.runtime.launch.planning.work import Work
 from stackrl.schemas.degrees import Degrees
 from stackrl.schemas.stack import Stack, StageSettings
 from stackrl.schemas.stages import Stage

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from math import isclose
 from pathlib import Path
 
-from stackrl.runtime.launch.candidates import Candidate, Kind
+from stackrl.runtime.launch.planning.candidates import Candidate, Kind
 
 UNBILLED = frozenset({"slurm", "ssh"})
 """Infrastructures whose machines are there already; SkyPilot gives them no price either."""

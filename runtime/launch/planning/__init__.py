@@ -1,0 +1,1 @@
+"""What a run needs before anything is paid for: processes, memory, price and time."""

@@ -1,0 +1,1 @@
+"""Runs on machines that SkyPilot gets."""
