@@ -13,7 +13,7 @@ import struct
 from collections.abc import Iterator
 from typing import Any
 
-import msgpack
+from msgspec import MsgspecError, msgpack
 
 HANDSHAKE_LIMIT = 5.0
 """Seconds that a stranger may take to prove nothing."""
@@ -80,7 +80,7 @@ class Channel:
 
     def send(self, kind: str, **content: Any) -> None:
         """Raises Lost."""
-        body = msgpack.packb({"kind": kind, **content})
+        body = msgpack.encode({"kind": kind, **content})
         try:
             self._socket.sendall(_LENGTH.pack(len(body)) + body)
         except OSError as error:
@@ -125,7 +125,10 @@ class Channel:
                 return
             body = bytes(self._arrived[_LENGTH.size : end])
             del self._arrived[:end]  # before it is given out: nobody may ask for the next one
-            yield msgpack.unpackb(body)
+            try:
+                yield msgpack.decode(body, type=dict[str, Any])
+            except MsgspecError as error:
+                raise Lost(f"{self.peer} sent what is no message: {error}") from error
 
 
 def _prove(token: str, side: bytes, *nonces: bytes) -> bytes:
