@@ -20,30 +20,28 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from stackrl.runtime import preemption, restarts
+from stackrl.runtime.assignment import is_done, refuse_place, refuse_spent, run_of
 from stackrl.runtime.heartbeat import Listener
-from stackrl.runtime.launch import money
-from stackrl.runtime.launch.admit import Planner, admit
-from stackrl.runtime.launch.again import go_on, recreate
-from stackrl.runtime.launch.handle import Handle
+from stackrl.runtime.launch.admit import Planner
 from stackrl.runtime.launch.planning.plan import ORCHESTRATOR, Process, make_plan
 from stackrl.runtime.launch.reporting import write_report_aside
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.monitor.lines import Prefixed
 from stackrl.runtime.monitor.notify import tell_end
-from stackrl.runtime.nodes.beginning import gather, prepare, preparing
+from stackrl.runtime.nodes.beginning import gather, prepare, preparing, turn_away
 from stackrl.runtime.nodes.crew import Crew
 from stackrl.runtime.nodes.follower import follow
 from stackrl.runtime.notes import NODE, Notes, tell, write_end
-from stackrl.runtime.place import ADDRESSES_VARIABLE, Place, job_run_id
-from stackrl.runtime.processes import guarded, send
+from stackrl.runtime.place import Place
+from stackrl.runtime.processes import LOST, guarded, send
 from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restarts
 from stackrl.runtime.roles import RoleFailed, Roles, blame, words
-from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token, runs_home
+from stackrl.runtime.run import RunError, RunFolder, new_token, runs_home
 from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
 from stackrl.runtime.supervisor import Program, Running
 from stackrl.runtime.watch import Idle, Watch
-from stackrl.schemas.loader import LoadedStack, load
-from stackrl.schemas.split import is_mixed
+from stackrl.schemas.loader import load
+from stackrl.schemas.problems import StackError
 
 PREPARE = (sys.executable, "-m", "stackrl.runtime.trainer.models.prepare")
 FINISH_LIMIT = 900.0
@@ -51,6 +49,8 @@ FINISH_LIMIT = 900.0
 SETTLE_SECONDS = 0.5
 """Time after a failure in which roles fail of the same cause, to tell cause from consequence."""
 PREEMPTION = "preemption"
+MOST_FRUITLESS = 5
+"""Starts in a row that may end with LOST before an optimizer step was done."""
 
 
 def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] = PREPARE) -> int:
@@ -68,17 +68,22 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
     if path.is_dir() and not (path / "run.json").exists():
         raise RunError(f"{path} is not the folder of a run; name one of {runs_home()}, or a stack file")
     loaded = None if path.is_dir() else load(path)
-    _refuse_place(place, loaded)
+    refuse_place(place, loaded, None if loaded else RunFolder(path))
     if place.rank > 0:
         return follow(place, token, loaded.hash if loaded else RunFolder(path).read("run.json")["hash"])
-    run = _run_of(loaded, place, planner) if loaded else RunFolder(path)
-    show = loaded is not None  # else `stackrl launch` shows it
-    if run.state().status == "finished":
-        if job_run_id(run.read("run.json")["name"], os.environ) == run.id:  # its job was started once more
+    try:
+        run = run_of(loaded, place, planner) if loaded else RunFolder(path)
+        if done := is_done(run):
             tell(explain(run))
-            return 0
-        raise RunError(f"run {run.id} is finished; its model is in {run.final}")
-    _refuse_spent(run)
+        else:
+            refuse_spent(run)
+    except (RunError, StackError) as error:
+        turn_away(place, token, "refused", why=f"node 0 refused: {error}")
+        raise
+    if done:
+        turn_away(place, token, "farewell", code=0)
+        return 0
+    show = loaded is not None  # else `stackrl launch` shows it
     with run.kept():
         _forget_notice(run, began)
         code = guarded(
@@ -89,52 +94,6 @@ def main(argument: str, *, planner: Planner = make_plan, prepare: Sequence[str] 
         tell_end(run)
         write_report_aside(run)
         return code
-
-
-def _refuse_place(place: Place, loaded: LoadedStack | None) -> None:
-    """Raises RunError where these nodes cannot work on ``loaded`` together."""
-    if loaded is not None and is_mixed(loaded.stack) and not os.environ.get(ADDRESSES_VARIABLE):
-        raise RunError(
-            f"roles of {loaded.path} have machines of their own kind, which plain `sky launch` cannot get; "
-            f"type `stackrl launch {loaded.path} --infra k8s`, or `--infra slurm`"
-        )
-    if loaded is not None and (wanted := loaded.task.get("num_nodes") or 1) != place.nodes:
-        raise RunError(
-            f"{loaded.path} says `num_nodes: {wanted}`, but this task runs on {place.nodes} node(s); "
-            "start it as it is written, without `--num-nodes`"
-        )
-    if place.nodes > 1 and not os.environ.get(TOKEN_VARIABLE):
-        raise RunError(
-            f"{place.nodes} nodes need the same {TOKEN_VARIABLE} to trust each other; "
-            f"`export {TOKEN_VARIABLE}=$(openssl rand -hex 32)`, then launch with `--secret {TOKEN_VARIABLE}`"
-        )
-
-
-def _run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
-    """The run of a stack file: a new one, or that of the managed job which starts this node again."""
-    alone = place.nodes == 1  # what several nodes have is compared when they meet
-    run_id = job_run_id(loaded.name, os.environ)
-    if run_id is not None:
-        run = RunFolder(runs_home() / run_id)
-        if (run.path / "state.json").exists():
-            return run if run.state().status == "finished" else go_on(run, loaded, planner, here=alone)
-        if (found := recreate(run_id, loaded, planner, here=alone)) is not None:
-            return found
-    stack, plan = admit(loaded, planner, here=alone)
-    run = create_run(loaded.name, loaded.path, loaded.hash, stack, plan, run_id=run_id)
-    Handle("local", submitted=time.time(), hourly=money.hourly_on_node(run, os.environ)).write(run)
-    return run
-
-
-def _refuse_spent(run: RunFolder) -> None:
-    limits, used = run.stack().limits, run.state().used
-    hours = limits.hours
-    if hours is not None and used >= hours * 3600:
-        raise RunError(
-            f"run {run.id} has worked {used / 3600:.1f} h of its {hours:g} (limits.hours); to give it more: "
-            f"`stackrl launch FILE --resume {run.id} --set limits.hours={math.ceil(2 * hours)}`"
-        )
-    money.refuse_spent(run, limits, os.environ)
 
 
 def _forget_notice(run: RunFolder, began: float) -> None:
@@ -172,6 +131,8 @@ class _Attempt:
         names = [NODE, *preparing(place), PREEMPTION, *(process.name for process in self._processes)]
         self._notes = Notes(run, Prefixed(sys.stdout, names) if show else None)
         self._listener = Listener(run.heartbeats, self._limits.silence_seconds)
+        self._first_index: int | None = None
+        self._progressed = False
 
     def work(self) -> int:
         notes = self._notes
@@ -185,12 +146,21 @@ class _Attempt:
         self._watch = Watch(self._run, self._limits, self._listener, supervisor, notes)
         self._restarts = Restarts(self._roles.engines, ORCHESTRATOR, self._roles.ranks, self._limits.restarts)
         with supervisor:
-            status, reason, code = self._outcome()
+            status, reason, code, fruitless = self._judged(*self._outcome())
             supervisor.dismiss(code)
-        notes.end(status=status, reason=reason, ended=time.time(), roles=self._statuses())
+        ended, roles = time.time(), self._statuses()
+        notes.end(status=status, reason=reason, ended=ended, roles=roles, fruitless=fruitless)
         for line in explain(self._run).splitlines():
             notes.show(NODE, line)
         return code
+
+    def _judged(self, status: str, reason: str, code: int) -> tuple[str, str, int, int]:
+        """An outcome, and the fruitless starts so far: who starts a run again for LOST does so for ever."""
+        fruitless = 0 if code != LOST or self._progressed else self._notes.state.fruitless + 1
+        if fruitless <= MOST_FRUITLESS:
+            return status, reason, code, fruitless
+        why = f"{reason}; {fruitless} starts in a row ended like this before an optimizer step was done"
+        return "failed", why, 1, 0
 
     def _outcome(self) -> tuple[str, str, int]:
         """Do the work. Status, reason and exit code of its end."""
@@ -309,6 +279,8 @@ class _Attempt:
         index = self._watch.orchestrator(pids).get("index")
         if isinstance(index, int):
             self._restarts.progressed(index)
+            self._first_index = index if self._first_index is None else self._first_index
+            self._progressed = index > self._first_index
 
     def _save_first(self, reason: str) -> None:
         """Before a run that goes well is stopped: a checkpoint of the optimizer step that runs.

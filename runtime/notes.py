@@ -41,6 +41,7 @@ class Notes:
             incarnation=before.incarnation,
             began=time.time(),
             used=before.used,
+            fruitless=before.fruitless,
         )
         run.write_state(self.state)
         self._written = self.state

@@ -81,6 +81,8 @@ class State:
     reason: str = ""
     roles: dict[str, str] = field(default_factory=dict)
     """Process, such as `trainer-0` → running, done, failed, or ended (by the node program)."""
+    fruitless: int = 0
+    """Starts in a row, the last one included, that somebody else ended before an optimizer step was done."""
     used: float = 0.0
     """Seconds that node programs have worked on the run, all attempts together."""
 

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import time
 from collections.abc import Sequence
+from typing import Any
 
 from stackrl.runtime.launch.planning.plan import RUN, Process
+from stackrl.runtime.nodes.channel import Channel, Lost, Stranger
 from stackrl.runtime.nodes.crew import Crew, contents
 from stackrl.runtime.nodes.follower import PYTHON, fingerprint
 from stackrl.runtime.nodes.meeting import MEETING_LIMIT, Facts, listen
@@ -17,6 +21,8 @@ from stackrl.runtime.supervisor import Program
 
 PREPARE_LIMIT = 3600.0
 """Seconds for the first weights, a download included."""
+TURN_AWAY_LIMIT = 120.0
+"""Seconds that node 0 waits for the others when there is nothing to do; who comes later looks in vain."""
 SHARED = ("run.json", "stack.json", "plan.json")
 """What the other nodes get of the run's folder when they come; Roles gives them the rest."""
 
@@ -37,6 +43,23 @@ def gather(
     except (RunError, ValueError) as error:
         raise RoleFailed(str(error)) from None
     notes.event("met", nodes=list(place.addresses))
+
+
+def turn_away(place: Place, token: str, kind: str, **content: Any) -> None:
+    """Tell the other nodes that there is nothing to do for them, as they come."""
+    if place.nodes == 1 or not token:
+        return
+    deadline = time.monotonic() + TURN_AWAY_LIMIT
+    with contextlib.suppress(RunError, OSError), listen(place, os.environ) as listener:
+        for _ in range(1, place.nodes):
+            listener.settimeout(max(0.01, deadline - time.monotonic()))
+            connection, (host, *_) = listener.accept()
+            with contextlib.suppress(Stranger, Lost):
+                channel = Channel.accepted(connection, host, token)
+                while channel.receive_one() is None and time.monotonic() < deadline:
+                    time.sleep(0.05)  # what is not read would make the closing a reset
+                channel.send(kind, **content)
+                channel.close()
 
 
 def preparing(place: Place) -> list[str]:

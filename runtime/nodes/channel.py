@@ -1,7 +1,8 @@
 """Messages between node 0 and another node: msgpack maps in frames, on a socket that the run's token opens.
 
 Both sides prove that they know the token before either listens to the other, and neither sends it: each
-answers the other's nonce with its HMAC-SHA256.
+answers the other's nonce, and the port that it sees itself at, with its HMAC-SHA256. Whoever relays the
+proofs from another port is found out.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ import hmac
 import secrets
 import socket
 import struct
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -46,14 +48,16 @@ class Channel:
     @classmethod
     def accepted(cls, connection: socket.socket, peer: str, token: str) -> Channel:
         """The side of node 0. Raises Stranger and Lost."""
-        mine = secrets.token_bytes(_NONCE)
+        mine, deadline = secrets.token_bytes(_NONCE), time.monotonic() + HANDSHAKE_LIMIT
         try:
+            port = connection.getsockname()[1]
             connection.settimeout(HANDSHAKE_LIMIT)
             connection.sendall(mine)
-            theirs, proof = _read(connection, _NONCE), _read(connection, _PROOF)
-            if not hmac.compare_digest(proof, _prove(token, b"node", mine, theirs)):
+            answer = _read(connection, _NONCE + _PROOF, deadline)
+            theirs, proof = answer[:_NONCE], answer[_NONCE:]
+            if not hmac.compare_digest(proof, _prove(token, b"node", port, mine, theirs)):
                 raise Stranger(f"{peer} does not know the run's token")
-            connection.sendall(_prove(token, b"node 0", theirs, mine))
+            connection.sendall(_prove(token, b"node 0", port, theirs, mine))
         except OSError as error:
             raise Lost(f"{peer}: {error}") from error
         return cls(connection, peer)
@@ -61,17 +65,17 @@ class Channel:
     @classmethod
     def connected(cls, connection: socket.socket, peer: str, token: str) -> Channel:
         """The side of the others. Raises Stranger and Lost."""
-        mine = secrets.token_bytes(_NONCE)
+        mine, deadline = secrets.token_bytes(_NONCE), time.monotonic() + HANDSHAKE_LIMIT
         try:
-            connection.settimeout(HANDSHAKE_LIMIT)
-            theirs = _read(connection, _NONCE)
-            connection.sendall(mine + _prove(token, b"node", theirs, mine))
-            proof = _read(connection, _PROOF)
+            port = connection.getpeername()[1]
+            theirs = _read(connection, _NONCE, deadline)
+            connection.sendall(mine + _prove(token, b"node", port, theirs, mine))
+            proof = _read(connection, _PROOF, deadline)
         except Lost as lost:
             raise Stranger(f"{peer} hung up: it is another run's, or has another token") from lost
         except OSError as error:
             raise Lost(f"{peer}: {error}") from error
-        if not hmac.compare_digest(proof, _prove(token, b"node 0", mine, theirs)):
+        if not hmac.compare_digest(proof, _prove(token, b"node 0", port, mine, theirs)):
             raise Stranger(f"{peer} does not know the run's token")
         return cls(connection, peer)
 
@@ -131,13 +135,14 @@ class Channel:
                 raise Lost(f"{self.peer} sent what is no message: {error}") from error
 
 
-def _prove(token: str, side: bytes, *nonces: bytes) -> bytes:
-    return hmac.digest(token.encode(), side + b"".join(nonces), "sha256")
+def _prove(token: str, side: bytes, port: int, *nonces: bytes) -> bytes:
+    return hmac.digest(token.encode(), side + port.to_bytes(4, "big") + b"".join(nonces), "sha256")
 
 
-def _read(connection: socket.socket, count: int) -> bytes:
+def _read(connection: socket.socket, count: int, deadline: float) -> bytes:
     found = b""
     while len(found) < count:
+        connection.settimeout(max(0.01, deadline - time.monotonic()))
         chunk = connection.recv(count - len(found))
         if not chunk:
             raise Lost("the connection was closed")

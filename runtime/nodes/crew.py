@@ -21,7 +21,7 @@ ALIVE_SECONDS = 2.0
 """Between two signs of life of a node."""
 ANSWER_LIMIT = 60.0
 """Seconds in which a node does what it is told: the end of a stubborn program takes longest."""
-FAREWELL_LIMIT = 60.0
+FAREWELL_LIMIT = 40.0
 """Seconds that the nodes have for their own end."""
 SILENT_HELLO_LIMIT = 10.0
 _SUSPENDED_SECONDS = 5.0
@@ -226,12 +226,17 @@ class Crew(Supervisor):
     def dismiss(self, code: int) -> None:
         """End everything, and let the other nodes end with the exit code ``code``."""
         self._asks.clear()
-        super().end()
+        try:
+            super().end()
+        except TimeoutError as error:  # a process that SIGKILL does not end
+            self._complain(str(error))
         for hand in self._hands.values():
             self._send(hand, "farewell", code=code)
         deadline = time.monotonic() + FAREWELL_LIMIT
         while any(not hand.gone for hand in self._hands.values()) and time.monotonic() < deadline:
             self.rest(0.2)
+        for hand in self._hands.values():
+            self._lose(hand, f"{hand.words} did not end within {FAREWELL_LIMIT:.0f} s")
 
     # ---- talk
 
@@ -275,8 +280,10 @@ class Crew(Supervisor):
 
     def _heed(self, hand: Hand, message: dict[str, Any]) -> None:
         running = self.running.get(message.get("name", ""))
+        if running is not None and running.program.node != hand.rank:
+            return
         match message["kind"]:
-            case "line" if running is not None:
+            case "line" if running is not None and not running.log.closed:
                 self._line(running, message["line"])
             case "ended" if running is not None and running.exit is None:
                 running.verdict = running.verdict or message["verdict"]

@@ -44,6 +44,8 @@ def follow(place: Place, token: str, stack: str) -> int:
     mine = Facts.here(place, stack, os.environ)
     channel = join(place, token, mine, os.environ, MEETING_LIMIT)
     welcome = _welcomed(channel)
+    if welcome["kind"] == "farewell":
+        return welcome["code"]
     mirror = _mirror(place.rank, welcome["files"])
     tell(f"node {place.rank} works for run {mirror.id}; logs of all nodes are in node 0's folder")
     stop_seconds = mirror.stack().limits.stop_seconds
@@ -59,19 +61,25 @@ def follow(place: Place, token: str, stack: str) -> int:
 
 
 def _welcomed(channel: Channel) -> dict[str, Any]:
-    """Node 0's answer, once all nodes are there. Raises RunError."""
+    """Node 0's `welcome`, once all nodes are there, or its `farewell`, where it has nothing for them to do.
+
+    Without either before node 0 goes, a farewell with LOST. Raises RunError where the nodes do not fit.
+    """
     deadline = time.monotonic() + MEETING_LIMIT + 60
     while time.monotonic() < deadline:
         try:
             message = channel.receive_one()  # orders may have come with it
+            if message is None:
+                time.sleep(0.1)
+            elif message["kind"] == "alive":
+                channel.send("alive")
+            elif message["kind"] == "refused":
+                raise RunError(message["why"])
+            else:
+                return message
         except Lost as lost:
-            raise RunError(f"node 0 gave up before all nodes were there ({lost}); see its log") from lost
-        if message is None:
-            time.sleep(0.1)
-        elif message["kind"] == "refused":
-            raise RunError(message["why"])
-        else:
-            return message
+            tell(f"node 0 gave up before all nodes were there ({lost}); see its log")
+            return {"kind": "farewell", "code": LOST}
     raise RunError(f"node 0 did not answer within {MEETING_LIMIT + 60:.0f} s; see its log")
 
 
@@ -109,13 +117,12 @@ class _Follower:
         self._heard = self._spoke = time.monotonic()
         self._orders: deque[dict[str, Any]] = deque()
         self._code: int | None = None
-        self._asked = False
+        self._asked, self._heard_from = False, True
+        self._complaints: set[str] = set()
         self._given_up = float("inf")
 
     def work(self) -> int:
-        self._supervisor = Supervisor(
-            self._mirror.path / "logs", self._token, self._pass_on, lambda text: tell(text)
-        )
+        self._supervisor = Supervisor(self._mirror.path / "logs", self._token, self._pass_on, self._complain)
         self._signs = SignsOfLife(self._listener, self._supervisor)
         with self._supervisor as supervisor:
             supervisor.hear(self._channel, self._listen)
@@ -124,8 +131,13 @@ class _Follower:
                 watch = [sys.executable, "-m", "stackrl.runtime.preemption", str(self._mirror.path)]
                 supervisor.start(Program(PREEMPTION, watch))
             while self._code is None:
-                self._turn()
-            supervisor.hear_no_more(self._channel)
+                try:
+                    self._turn()
+                except OSError as error:  # a full disk, or a process that SIGKILL does not end
+                    self._say("asks", why=str(error), code=LOST)
+                    self._leave(str(error))
+            if self._heard_from:
+                supervisor.hear_no_more(self._channel)
         self._channel.close()
         return self._code
 
@@ -168,6 +180,8 @@ class _Follower:
         try:
             messages = self._channel.receive()
         except Lost as lost:
+            self._heard_from = False
+            self._supervisor.hear_no_more(self._channel)
             return self._leave(str(lost))
         self._heard = time.monotonic()
         self._orders += messages
@@ -181,6 +195,8 @@ class _Follower:
 
     def _leave(self, why: str) -> None:
         """Without node 0 nothing here has a purpose."""
+        if self._code is not None:
+            return
         tell(f"{why}: this node ends what it runs")
         self._code = LOST
 
@@ -243,7 +259,13 @@ class _Follower:
             )
 
     def _pass_on(self, name: str, line: str) -> None:
-        self._say("line", name=name, line=line.encode())
+        if name != PREEMPTION:  # node 0 has one of its own
+            self._say("line", name=name, line=line.encode())
+
+    def _complain(self, text: str) -> None:
+        if text not in self._complaints:
+            self._complaints.add(text)
+            tell(text)
 
     def _pids(self) -> dict[str, int]:
         return {

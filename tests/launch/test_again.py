@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from fake_roles import fresh_home, task_file
 
-from stackrl.runtime import checkpoints, node
+from stackrl.runtime import assignment, checkpoints, node
 from stackrl.runtime.launch import local
 from stackrl.runtime.launch.again import recreate
 from stackrl.runtime.launch.planning.plan import make_plan
@@ -122,7 +122,7 @@ def test_a_managed_job_has_one_run(variables: dict[str, str], expected: str | No
 
 
 def run_of(file: Path) -> RunFolder:
-    return node._run_of(load(file), Place(), make_plan)
+    return assignment.run_of(load(file), Place(), make_plan)
 
 
 def test_a_managed_job_that_is_started_again_goes_on_with_its_run(

@@ -16,10 +16,11 @@ from pathlib import Path
 import pytest
 from fake_roles import STACK, fresh_home, gone, wait_until
 
+from stackrl.runtime import node
 from stackrl.runtime.nodes.meeting import ports
 from stackrl.runtime.place import Place
 from stackrl.runtime.processes import LOST, descendants, send
-from stackrl.runtime.run import RunFolder, all_runs
+from stackrl.runtime.run import RunError, RunFolder, all_runs
 
 pytestmark = pytest.mark.slow
 
@@ -289,6 +290,45 @@ def test_a_stranger_at_the_meeting_is_refused(nodes: Nodes) -> None:
     outputs = nodes.outputs()
     assert nodes.codes() == [0, 0, 0], outputs
     assert "does not know the run's token" in outputs[0]
+
+
+def test_a_node_that_comes_late_keeps_nobody_from_waiting(nodes: Nodes) -> None:
+    """Node 0 gives signs of life meanwhile, which are not yet the welcome."""
+    nodes.finish()
+    nodes.start(0, 1)
+    wait_until(lambda: all_runs() and "waiting for" in (all_runs()[0].logs(1) / "node.log").read_text())
+    time.sleep(5)
+    nodes.start(2)
+    outputs = nodes.outputs()
+    assert nodes.codes() == [0, 0, 0], outputs
+
+
+def test_the_job_of_a_finished_run_ends_at_once_on_all_nodes(nodes: Nodes) -> None:
+    nodes.finish()
+    nodes.start(0, 1, 2, STACKRL_RUN="again")
+    assert (nodes.outputs(), nodes.codes())[1] == [0, 0, 0]
+    nodes.start(0, 1, 2, STACKRL_RUN="again")
+    outputs = nodes.outputs()
+    assert nodes.codes() == [0, 0, 0], outputs
+    (run,) = all_runs()
+    assert run.state().attempt == 1 and len(said(run, "trainer-0")) == 1
+
+
+def test_what_node_0_refuses_is_told_to_all(nodes: Nodes, tmp_path: Path) -> None:
+    nodes.stack = stack_file(tmp_path, weights={"transport": "nccl"})
+    nodes.start(0, 1, 2)
+    outputs = nodes.outputs()
+    assert 0 not in nodes.codes()
+    assert all("nccl is not there yet" in output for output in outputs.values()), outputs
+
+
+def test_a_run_folder_of_another_number_of_nodes_is_refused(nodes: Nodes) -> None:
+    nodes.finish()
+    nodes.start(0, 1, 2)
+    nodes.outputs()
+    (run,) = all_runs()
+    with pytest.raises(RunError, match="planned for 3 node"):
+        node.main(str(run.path))
 
 
 def test_several_nodes_without_a_token_do_not_start(nodes: Nodes) -> None:

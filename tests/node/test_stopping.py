@@ -165,6 +165,19 @@ def test_a_notice_of_preemption_saves_and_asks_to_be_started_again() -> None:
     assert state.reason == "the machine is being taken away (preemption notice)"
 
 
+def test_starts_that_are_taken_away_before_they_achieve_anything_are_not_repeated_for_ever() -> None:
+    run = make_run(process("orchestrator", "import time; time.sleep(60)"))
+    codes = []
+    for attempt in range(1, 7):
+        node = start_node(run)
+        wait_until(lambda: run.state().attempt == attempt and run.state().status == "running")  # noqa: B023
+        run.preempt.touch()
+        codes.append(end(node)[0])
+    assert codes == [75] * 5 + [1]
+    state = run.state()
+    assert state.status == "failed" and "6 starts in a row" in state.reason and state.fruitless == 0
+
+
 def test_an_old_notice_does_not_stop_the_next_attempt() -> None:
     run = make_run(process("orchestrator", "import time; time.sleep(2)"))
     run.preempt.touch()
