@@ -6,6 +6,7 @@ Each is loaded only when a run needs it.
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from difflib import get_close_matches
 from importlib import import_module
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from stackrl.runtime.launch.handle import Backend, Handle, Seen
 from stackrl.runtime.run import RunError, RunFolder, find_run
+from stackrl.schemas.problems import StackError
 
 if TYPE_CHECKING:
     from stackrl.schemas.loader import LoadedStack
@@ -84,7 +86,13 @@ def launch(
     if origin is not None:
         from stackrl.runtime.launch.fork import fork
 
-        return carrier.resume(fork(origin, source, changes, here=False), infra, None, detach=detach)
+        run = fork(origin, source, changes, here=False)
+        try:
+            return carrier.resume(run, infra, None, detach=detach)
+        except (RunError, StackError):  # nothing was started
+            shutil.rmtree(run.checkpoints(run.stack()), ignore_errors=True)
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
     if source is None:
         raise RunError(local.NOTHING)
     return carrier.launch(source, infra, detach=detach)
