@@ -86,6 +86,17 @@ def test_a_managed_job_starts_again_where_its_machine_is_lost(said, expected):
     assert sky_task.recovering(resources)["job_recovery"] == expected
 
 
+@pytest.mark.parametrize("key", ["any_of", "ordered"])
+def test_so_it_does_on_alternatives_that_say_how_they_recover(key):
+    choices = [{"infra": "aws", "job_recovery": "FAILOVER"}, {"infra": "gcp"}]
+    made = sky_task.recovering({"job_recovery": {"max_restarts_on_errors": 3}, key: choices})
+    assert made["job_recovery"] == {"max_restarts_on_errors": 3, "recover_on_exit_codes": [75]}
+    assert made[key] == [
+        {"infra": "aws", "job_recovery": {"strategy": "FAILOVER", "recover_on_exit_codes": [75]}},
+        {"infra": "gcp"},
+    ]
+
+
 def launch(folder, run_id="small-20260101-000000-ab12", hourly=12.5):
     return Launch(run_id, sky_task.sky_name(run_id, 1), folder / "launched.yaml", hourly, 5.0)
 
@@ -177,6 +188,18 @@ def test_the_hook_asks_the_run_to_save_and_waits_for_its_end(tmp_path, node_home
 
 def test_the_hook_does_not_wait_for_ever(tmp_path, node_home):
     assert save(tmp_path, 1).wait(10) == 1
+
+
+def test_the_hook_waits_also_for_a_run_that_down_has_told(tmp_path, node_home):
+    folder, _ = node_home
+    (folder / "preempt").write_text("down\n")
+    with subprocess.Popen(["sleep", "60"]) as program:
+        (folder / "lock").write_text(str(program.pid))
+        try:
+            assert save(tmp_path, 1).wait(10) == 1
+            assert program.poll() is None
+        finally:
+            program.kill()
 
 
 def test_the_hook_leaves_a_run_alone_that_is_not_at_work(tmp_path, node_home):

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from stackrl.runtime.launch import backends
 from stackrl.runtime.launch.front import refusals
 from stackrl.runtime.launch.handle import Handle, Seen
 from stackrl.runtime.launch.money import hourly_noted
@@ -23,6 +24,7 @@ from stackrl.runtime.launch.planning.plan import make_plan
 from stackrl.runtime.launch.planning.prices import hourly
 from stackrl.runtime.launch.sky import command as sky_command
 from stackrl.runtime.launch.sky import group as sky_group
+from stackrl.runtime.launch.sky import machines
 from stackrl.runtime.launch.sky import mirror as sky_mirror
 from stackrl.runtime.launch.sky import task as sky_task
 from stackrl.runtime.launch.sky.command import NoAnswer
@@ -35,13 +37,8 @@ from stackrl.schemas.problems import StackError
 from stackrl.schemas.split import Task
 from stackrl.schemas.stack import Stack
 
-CLUSTER, JOB = "cluster", "job"
-"""What SkyPilot makes of a launch; a job may be a group of jobs."""
 SOURCE_FILE, STACK_FILE, TASK_FILE = "task.json", "launched.yaml", "sky.yaml"
 """In the run's folder: the file as it was launched, the resolved one that nodes read, and SkyPilot's own."""
-WAITING = frozenset({"PENDING", "SUBMITTED", "STARTING", "RECOVERING"})
-WORKING = frozenset({"RUNNING", "WINDING_DOWN", "CANCELLING"})
-DONE = "SUCCEEDED"
 
 
 class Sky:
@@ -51,14 +48,13 @@ class Sky:
         secrets = _checked(source)
         stack = source.stack.model_copy(update={"device": split.device_of(source.stack, source.task)})
         run = create_run(source.name, source.path, source.hash, stack, asdict(make_plan(source)))
-        run.write(SOURCE_FILE, _without_secrets(source.task))
-        started = False
         try:
-            started = _start(run, infra, secrets)
-        finally:
-            if not started and not _left(run):
-                shutil.rmtree(run.path, ignore_errors=True)
-        return _begun(run, detach) if started else 1
+            run.write(SOURCE_FILE, _without_secrets(source.task))
+            arguments = _prepare(run, infra, secrets)
+        except BaseException:
+            shutil.rmtree(run.path, ignore_errors=True)
+            raise
+        return _carry(run, arguments, secrets, new=True, detach=detach)
 
     def resume(self, run: RunFolder, infra: str, source: LoadedStack | None, *, detach: bool) -> int:
         if source is None and not (run.path / SOURCE_FILE).exists():
@@ -78,32 +74,27 @@ class Sky:
             run.write(SOURCE_FILE, _without_secrets(source.task))
         else:
             secrets = sky_command.secrets_of(run.read(SOURCE_FILE), os.environ)
-        started = False
-        try:
-            started = _start(run, infra, secrets)
-        finally:
-            if not started:
-                _left(run)
-        return _begun(run, detach) if started else 1
+        return _carry(run, _prepare(run, infra, secrets), secrets, new=False, detach=detach)
 
     def look(self, run: RunFolder, handle: Handle) -> Seen:
         try:
-            return _look_at_job(run, handle) if _is_job(handle) else _look_at_cluster(run, handle)
+            return _look_at_job(run, handle) if machines.is_job(handle) else _look_at_cluster(run, handle)
         except NoAnswer as error:
             return Seen("unreachable", str(error))
 
     def down(self, run: RunFolder, handle: Handle) -> list[str]:
+        not_saved: list[str] = []
         try:
-            if not _is_there(handle):
-                return []
-            not_saved = [] if _is_job(handle) else _save(run, handle)
-            _give_back(handle)
+            if not machines.appears(handle):
+                return [machines.coming(handle)] if machines.may_come(handle) else []
+            not_saved = [] if machines.is_job(handle) else _save(run, handle)
+            machines.give_back(run, handle)
             return not_saved
         except NoAnswer as error:
-            return [_unreached(handle, error)]
+            return [*not_saved, machines.unreached(handle, error)]
 
     def execute(self, run: RunFolder, handle: Handle, command: Sequence[str], node: int) -> int:
-        if _is_job(handle):
+        if machines.is_job(handle):
             raise RunError(
                 f"the machines of run {run.id} belong to SkyPilot's controller, which lets nobody in; "
                 f"what it says: `stackrl logs {run.id}`"
@@ -131,8 +122,8 @@ def _checked(source: LoadedStack) -> dict[str, str]:
     return sky_command.secrets_of(source.task, os.environ)
 
 
-def _start(run: RunFolder, infra: str, secrets: Mapping[str, str]) -> bool:
-    """Write what SkyPilot gets, note who carries the run, and let it be carried; whether it is."""
+def _prepare(run: RunFolder, infra: str, secrets: Mapping[str, str]) -> list[str]:
+    """Write what SkyPilot gets, and note who carries the run; what `sky` is to be told. Raises RunError."""
     task, stack = run.read(SOURCE_FILE), run.stack()
     launches = int(Handle.of(run).details.get("launches", 0)) + 1
     name = sky_task.sky_name(run.id, launches)
@@ -141,14 +132,33 @@ def _start(run: RunFolder, infra: str, secrets: Mapping[str, str]) -> bool:
     made = documents(task, stack, launch, infra)
     write_durably(launch.file, sky_task.as_yaml([sky_task.resolved(task, stack, launch)]))
     write_durably(run.path / TASK_FILE, sky_task.as_yaml(made))
-    kind = JOB if sky_task.is_managed(stack, sky_task.pinned(task.get("resources") or {}, infra)) else CLUSTER
-    details = {"infra": infra, "kind": kind, "launches": str(launches)}
+    managed = sky_task.is_managed(stack, sky_task.pinned(task.get("resources") or {}, infra))
+    kind = machines.JOB if managed else machines.CLUSTER
+    details = {"infra": infra, "kind": kind, "launches": str(launches), machines.SUBMITTING: "yes"}
     Handle("sky", name, time.time(), launch.hourly, details=details).write(run)
-    verb = ["jobs", "launch", "-n"] if kind == JOB else ["launch", "-c"]
+    verb = ["jobs", "launch", "-n"] if managed else ["launch", "-c"]
     said = set(task.get("secrets") or ())
     flags = [part for key in secrets for part in ("--secret" if key in said else "--env", key)]
-    command = [*verb, name, "-y", "-d", *flags, str(run.path / TASK_FILE)]
-    return sky_command.submit(command, secrets) == 0
+    return [*verb, name, "-y", "-d", *flags, str(run.path / TASK_FILE)]
+
+
+def _carry(
+    run: RunFolder, arguments: Sequence[str], secrets: Mapping[str, str], *, new: bool, detach: bool
+) -> int:
+    """Let SkyPilot carry the run; the verb's exit code.
+
+    Where that fails or is interrupted, what came is given back, and a ``new`` run's folder goes. It stays,
+    with the way to its machines, where any may still be there, or come.
+    """
+    code = None
+    try:
+        code = sky_command.submit(arguments, secrets)
+    finally:
+        if code is not None and 0 <= code < 128:  # the client has come to its own end, not to a signal
+            machines.note_submitted(run)
+        if code != 0 and not _left(run) and new:
+            shutil.rmtree(run.path, ignore_errors=True)
+    return _begun(run, detach) if code == 0 else 1
 
 
 def documents(task: Task, stack: Stack, launch: Launch, infra: str) -> list[dict[str, Any]]:
@@ -175,16 +185,24 @@ def _without_secrets(task: Task) -> dict[str, Any]:
 
 
 def _left(run: RunFolder) -> bool:
-    """Give back what a launch that failed has got; whether something may still be there."""
+    """Give back what a launch that failed has got; whether something may still be there, or come."""
     handle = Handle.of(run)
+    left = machines.coming(handle)  # also where the user does not wait for an answer
+    if machines.may_come(handle):
+        words = f"waiting for what SkyPilot has begun, at most {machines.COME_LIMIT:.0f} s, to give it back"
+        print(f"run {run.id} was interrupted; {words}", file=sys.stderr)
     try:
-        if handle.backend == "sky" and _is_there(handle):
-            _give_back(handle)
+        if came := machines.appears(handle):
+            machines.give_back(run, handle)
+        if came or not machines.may_come(handle):
+            left = ""
     except NoAnswer as error:
-        told = f"this may still be there: {_unreached(handle, error)}; try `stackrl down {run.id}`"
-        print(f"run {run.id} did not start, and {told}", file=sys.stderr)
-        return True
-    return False
+        left = machines.unreached(handle, error)
+    finally:
+        if left:
+            told = f"this may still be there, or come: {left}; see `sky api status`, and end it with"
+            print(f"run {run.id} did not start, and {told} `stackrl down {run.id}`", file=sys.stderr)
+    return bool(left)
 
 
 # ---- afterwards
@@ -198,68 +216,41 @@ def _begun(run: RunFolder, detach: bool) -> int:
     if detach:
         return 0
     try:
-        return 0 if _follow(Handle.of(run), "--follow") == 0 else 1
+        code = _follow(Handle.of(run), "--follow")
     except KeyboardInterrupt:
         print(f"run {run.id} goes on; end it with `stackrl down {run.id}`", file=sys.stderr)
         raise
+    backends.look(run)  # notes its end, while SkyPilot still knows of it
+    return 0 if code == 0 else 1
 
 
 def _follow(handle: Handle, how: str) -> int:
-    verb = ["jobs", "logs", "-n"] if _is_job(handle) else ["logs"]
+    verb = ["jobs", "logs", "-n"] if machines.is_job(handle) else ["logs"]
     return sky_command.show([*verb, handle.job, how])
 
 
-def _is_job(handle: Handle) -> bool:
-    return handle.details.get("kind") == JOB
-
-
-def _records(handle: Handle) -> list[dict[str, Any]]:
-    """What SkyPilot knows of a managed job, task by task. Raises NoAnswer."""
-    queue = sky_command.ask(["jobs", "queue", "--all"])
-    return [record for record in queue if record.get("job_name") == handle.job]
-
-
-def _cluster(handle: Handle) -> dict[str, Any] | None:
-    """What SkyPilot knows of a cluster, having asked its cloud; None where there is none. Raises NoAnswer."""
-    clusters = sky_command.ask(["status", "--refresh"])
-    return next((cluster for cluster in clusters if cluster.get("name") == handle.job), None)
-
-
-def _is_there(handle: Handle) -> bool:
-    """Whether SkyPilot has, or is about to have, machines for it. Raises NoAnswer."""
-    if _is_job(handle):
-        return any(record["status"] in WAITING | WORKING for record in _records(handle))
-    return _cluster(handle) is not None
-
-
-def _give_back(handle: Handle) -> None:
-    """Raises NoAnswer where SkyPilot does not end it."""
-    verb = ["jobs", "cancel", "-n"] if _is_job(handle) else ["down"]
-    sky_command.do([*verb, handle.job, "-y"], sky_command.END_LIMIT)
-
-
-def _unreached(handle: Handle, error: NoAnswer) -> str:
-    return f"SkyPilot's {handle.details.get('kind', CLUSTER)} {handle.job}: {error}"
-
-
 def _look_at_job(run: RunFolder, handle: Handle) -> Seen:
-    records = _records(handle)
+    records = machines.records_of(handle)
+    if not records and machines.may_come(handle):
+        return Seen("waiting", machines.NOT_LISTED)
     states = [record["status"] for record in records]
     words = ", ".join(f"{record['task_name']} {record['status']}" for record in records)
     if len(records) == 1:
         words = states[0]
-    if any(state in WORKING for state in states):
+    if any(state in machines.WORKING for state in states):
         return Seen("running", words)
-    if any(state in WAITING for state in states):
+    if any(state in machines.WAITING for state in states):
         return Seen("waiting", words)
     why = next((record["failure_reason"] for record in records if record.get("failure_reason")), "")
-    done = DONE in states and all(state in (DONE, "CANCELLED") for state in states)
+    done = machines.DONE in states and all(state in (machines.DONE, "CANCELLED") for state in states)
     sky_mirror.settle(run, "finished" if done else "failed", why or words or "SkyPilot does not know its job")
     return Seen("ended", words)
 
 
 def _look_at_cluster(run: RunFolder, handle: Handle) -> Seen:
-    cluster = _cluster(handle)
+    cluster = machines.cluster_of(handle)
+    if cluster is None and machines.may_come(handle):
+        return Seen("waiting", machines.NOT_LISTED)
     if cluster is None:
         sky_mirror.settle(run, "stopped", "its machines are gone, and nobody saw the end")
         return Seen("ended")
@@ -274,9 +265,9 @@ def _look_at_cluster(run: RunFolder, handle: Handle) -> Seen:
 
 
 def _save(run: RunFolder, handle: Handle) -> list[str]:
-    """Let a run save itself before its machines go; in words, why it could not."""
+    """Let a run save itself before its machines go, or, told so before, end at once; why it could not."""
     limit = int(longest_end(run)) + 1
-    script = sky_task.saving_script(run.read(SOURCE_FILE), run.id, limit)
+    script = sky_task.saving_script(run.read(SOURCE_FILE), run.id, limit, sky_task.BY_DOWN)
     try:
         sky_command.quietly([*sky_mirror.SSH, handle.job, "bash -s"], limit + 30.0, script)
         sky_mirror.fetch(run, handle.job, sky_task.remote_home(run.read(SOURCE_FILE)))

@@ -16,6 +16,8 @@ from stackrl.schemas.split import Task
 
 ASK_LIMIT = 90.0
 """Seconds for a question to SkyPilot: its server may have to start, and asks the cloud itself."""
+RESTART_LIMIT = 300.0
+"""Seconds for a question whose answer needs the controller of managed jobs to be started again."""
 END_LIMIT = 900.0
 """Seconds until machines are given back."""
 LAUNCH_LIMIT = 25 * 3600.0
@@ -58,14 +60,14 @@ def show_program(command: Sequence[str]) -> int:
     return _wait(subprocess.Popen(command), None)
 
 
-def ask(arguments: Sequence[str]) -> list[dict[str, Any]]:
-    """What SkyPilot answers with `-o json`. Raises NoAnswer."""
-    text = do([*arguments, "-o", "json"], ASK_LIMIT)
+def ask(arguments: Sequence[str], limit: float = ASK_LIMIT) -> list[dict[str, Any]]:
+    """What SkyPilot answers with `-o json`, within ``limit`` seconds. Raises NoAnswer."""
+    text = do([*arguments, "-o", "json"], limit)
     start = text.find("[")
     try:
         found, _ = json.JSONDecoder().raw_decode(text[max(start, 0) :])
     except ValueError:
-        raise NoAnswer(_last_words(text) or "sky answers nothing") from None
+        raise NoAnswer(last_words(text) or "sky answers nothing") from None
     return found
 
 
@@ -85,7 +87,7 @@ def quietly(command: Sequence[str], limit: float, text: str | None = None) -> st
     except OSError as error:
         raise NoAnswer(f"{command[0]}: {error.strerror}") from None
     if done.returncode:
-        raise NoAnswer(_last_words(done.stderr) or _last_words(done.stdout) or f"exit code {done.returncode}")
+        raise NoAnswer(last_words(done.stderr) or last_words(done.stdout) or f"exit code {done.returncode}")
     return done.stdout
 
 
@@ -124,6 +126,7 @@ def _wait(started: subprocess.Popen[bytes], limit: float | None) -> int:
         raise
 
 
-def _last_words(text: str) -> str:
+def last_words(text: str) -> str:
+    """The last line that says something: where `sky` puts the reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1] if lines else ""

@@ -34,7 +34,7 @@ _SAVE = """\
 home="{home}"
 folders=("$home/runs/{run}" "$home"/nodes/*/"{run}")
 at_work() {{ [ -e "$1/lock" ] && ! flock -n "$1/lock" true; }}
-for folder in "${{folders[@]}}"; do at_work "$folder" && touch "$folder/preempt"; done
+for folder in "${{folders[@]}}"; do at_work "$folder" && {told}; done
 for second in $(seq {limit}); do
   busy=
   for folder in "${{folders[@]}}"; do at_work "$folder" && busy=yes; done
@@ -44,6 +44,15 @@ done
 exit 1
 """
 """Saves a run that is at work on this node, node 0 or another one, and waits until its node program ends."""
+BY_NOTICE = 'touch "$folder/preempt"'
+"""How it tells the node program that the machine goes; any number of times."""
+BY_DOWN = """\
+if [ "$folder" = "$home/runs/{run}" ] && grep -qsx down "$folder/preempt"
+  then kill -TERM "$(cat "$folder/lock")"
+  else echo down > "$folder/preempt"
+  fi"""
+"""How `down` tells it: a second one ends it at once, as a second signal does. Notices leave no word in the
+file, so that a `down` after one of those waits for the checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -102,9 +111,10 @@ def saving_hook(task: Task, launch: Launch) -> dict[str, Any]:
     return {"run": script, "events": ["stop", "preemption", "down"], "timeout": limit + 5}
 
 
-def saving_script(task: Task, run_id: str, limit: int) -> str:
+def saving_script(task: Task, run_id: str, limit: int, told: str = BY_NOTICE) -> str:
     """For bash: 0 when no node program works on the run any more, 1 when one still does after ``limit`` s."""
-    return _SAVE.format(home=remote_home(task), run=run_id, limit=limit)
+    told = told.replace("{run}", run_id)
+    return _SAVE.format(home=remote_home(task), run=run_id, limit=limit, told=told)
 
 
 def remote_home(task: Task) -> str:
@@ -137,14 +147,29 @@ def is_managed(stack: Stack, resources: Mapping[str, Any]) -> bool:
 
 
 def recovering(resources: Mapping[str, Any]) -> dict[str, Any]:
-    """``resources`` of a managed job: a run that says that its machine is lost is started again."""
-    said = resources.get("job_recovery")
+    """``resources`` of a managed job: a run that says that its machine is lost is started again.
+
+    What an alternative says of `job_recovery` replaces what all of them say, so it says this, too.
+    """
+    made = {**resources, "job_recovery": _recovery(resources.get("job_recovery"))}
+    for key in skypilot.CHOICES:
+        if made.get(key):
+            made[key] = [
+                {**choice, "job_recovery": _recovery(choice["job_recovery"])}
+                if "job_recovery" in choice
+                else choice
+                for choice in made[key]
+            ]
+    return made
+
+
+def _recovery(said: Any) -> dict[str, Any]:
     recovery = dict(said) if isinstance(said, Mapping) else {"strategy": said} if said else {}
     codes = recovery.get("recover_on_exit_codes", [])
     codes = [codes] if isinstance(codes, int) else list(codes)
     if LOST not in codes:
         codes.append(LOST)
-    return {**resources, "job_recovery": {**recovery, "recover_on_exit_codes": codes}}
+    return {**recovery, "recover_on_exit_codes": codes}
 
 
 def given_back(resources: Mapping[str, Any]) -> dict[str, Any]:
