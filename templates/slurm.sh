@@ -26,10 +26,11 @@ leave() {
   touch "$run/preempt"
 }
 
-# `stackrl down`: node 0 saves and ends the run; where it has not begun yet, there is nothing to save.
+# `stackrl down`: node 0 saves and ends the run, also one that was about to queue again; where it has not
+# begun yet, there is nothing to save.
 stop() {
   say "told to end"
-  interrupted=yes
+  over=yes interrupted=yes
   kill -TERM "$(cat "$run/lock")" || scancel "$SLURM_JOB_ID"
 }
 

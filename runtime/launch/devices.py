@@ -12,7 +12,7 @@ import fcntl
 import os
 import shutil
 import subprocess
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -36,6 +36,8 @@ class Gpu:
     """A GPU as the driver lists it. Without `nvidia-smi` only its number is known."""
 
     index: int
+    uuid: str = ""
+    """GPU- and 32 hexadecimal digits."""
     name: str = ""
     gib: float = 0.0
     used_gib: float = 0.0
@@ -114,20 +116,45 @@ def among_visible(planned: Mapping[str, str], environment: Mapping[str, str]) ->
 
 
 def gpus_here(environment: Mapping[str, str]) -> list[Gpu]:
-    """The GPUs that this process may use, by number."""
+    """The GPUs that this process may use, by number. Raises RunError where that cannot be told."""
     found = _listed() or [
         Gpu(int(file.name[6:])) for file in Path("/dev").glob("nvidia[0-9]*") if file.name[6:].isdecimal()
     ]
-    visible = [number.strip() for number in environment.get(VISIBLE, "all").split(",")]
-    if all(number.isdecimal() or not number for number in visible):
-        found = [gpu for gpu in found if str(gpu.index) in visible]
+    if VISIBLE in environment:
+        visible = set(_visible(environment[VISIBLE], found))
+        found = [gpu for gpu in found if gpu.index in visible]
     return sorted(found, key=lambda gpu: gpu.index)
+
+
+def _visible(said: str, found: Sequence[Gpu]) -> Iterator[int]:
+    """The numbers of what CUDA_VISIBLE_DEVICES names, up to the first that is no device, such as -1, as CUDA
+    reads it. Raises RunError for names of devices that are not known here."""
+    for name in map(str.strip, said.split(",")):
+        if name.isdecimal():
+            yield int(name)
+        elif name.startswith("GPU-"):
+            like = [gpu.index for gpu in found if gpu.uuid.startswith(name)]  # a beginning is enough for CUDA
+            if len(like) != 1:
+                raise RunError(_unknown(name, "which GPU that is" if like else "that GPU"))
+            yield like[0]
+        elif name.startswith("MIG-"):
+            raise RunError(_unknown(name, "parts of GPUs"))
+        else:
+            return
+
+
+def _unknown(name: str, what: str) -> str:
+    return (
+        f"{VISIBLE} names {name}, and the launcher does not know {what}: name whole GPUs by the numbers that "
+        "`nvidia-smi -L` lists, such as 0,1"
+    )
 
 
 def _listed() -> list[Gpu]:
     if (command := shutil.which("nvidia-smi")) is None:
         return []
-    query = [command, "--query-gpu=index,name,memory.total,memory.used", "--format=csv,noheader,nounits"]
+    asked = "--query-gpu=index,uuid,name,memory.total,memory.used"
+    query = [command, asked, "--format=csv,noheader,nounits"]
     try:
         result = subprocess.run(query, capture_output=True, text=True, timeout=_QUERY_LIMIT, check=False)
     except (OSError, subprocess.TimeoutExpired):
@@ -135,8 +162,8 @@ def _listed() -> list[Gpu]:
     found = []
     for line in result.stdout.splitlines() if result.returncode == 0 else ():
         with contextlib.suppress(ValueError):  # a driver that knows no memory writes [N/A]
-            index, name, total, used = (part.strip() for part in line.split(","))
-            found.append(Gpu(int(index), name, float(total) / 1024, float(used) / 1024))
+            index, uuid, name, total, used = (part.strip() for part in line.split(","))
+            found.append(Gpu(int(index), uuid, name, float(total) / 1024, float(used) / 1024))
     return found
 
 

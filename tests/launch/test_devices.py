@@ -44,8 +44,11 @@ def driver(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def _list(folder: Path, *rows: str) -> None:
+    """Let the driver list GPUs: number, name, MiB of memory and of that in use. Uuids: GPU-00…, GPU-11…"""
     program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\n" + "".join(f"echo '{row}'\n" for row in rows))
+    parts = (row.partition(",") for row in rows)
+    listed = (f"{number}, GPU-{number}{number}e5d1-42, {rest.strip()}" for number, _, rest in parts)
+    program.write_text("#!/bin/sh\n" + "".join(f"echo '{line}'\n" for line in listed))
     program.chmod(0o755)
 
 
@@ -84,6 +87,36 @@ def test_gpus_are_found_by_the_driver(driver: Path) -> None:
     assert gpus_here({"CUDA_VISIBLE_DEVICES": ""}) == []
     _list(driver, "0, NVIDIA GB10, [N/A], [N/A]", "1, NVIDIA L4, 23034, 1")
     assert [gpu.index for gpu in gpus_here({})] == [1]
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [
+        ("-1", []),
+        ("2,-1,0", [2]),
+        ("1,NoDevFiles,0", [1]),
+        ("GPU-33e5d1-42,GPU-00", [0, 3]),
+        ("GPU-2, 1", [1, 2]),
+    ],
+)
+def test_gpus_are_visible_as_cuda_reads_it(driver: Path, visible: str, expected: list[int]) -> None:
+    assert [gpu.index for gpu in gpus_here({"CUDA_VISIBLE_DEVICES": visible})] == expected
+
+
+@pytest.mark.parametrize(
+    ("visible", "told"),
+    [
+        ("0,MIG-4f1c", "names MIG-4f1c, .* parts of GPUs: name whole GPUs"),
+        ("GPU-9", "names GPU-9, .* does not know that GPU"),
+        ("GPU-", "does not know which GPU that is"),
+    ],
+)
+def test_names_of_gpus_that_are_not_known_are_refused(
+    driver: Path, claims: Claims, visible: str, told: str
+) -> None:
+    """Else a run would take GPUs that are not meant for it."""
+    with pytest.raises(RunError, match=told):
+        deal(gpu_plan([0], []), claims, None, {"CUDA_VISIBLE_DEVICES": visible})
 
 
 def test_a_plan_stays_as_it_is_where_its_gpus_are_free(driver: Path, claims: Claims) -> None:

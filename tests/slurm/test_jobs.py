@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import sys
 import time
@@ -16,6 +17,7 @@ from stackrl import cli
 from stackrl.runtime.launch import runs
 from stackrl.runtime.launch.handle import Handle
 from stackrl.runtime.launch.slurm import backend
+from stackrl.runtime.launch.slurm import commands as slurm_commands
 from stackrl.runtime.launch.slurm import script as slurm_script
 from stackrl.runtime.launch.slurm.backend import BACKEND
 from stackrl.runtime.launch.slurm.request import Part, Request
@@ -66,11 +68,14 @@ def log(run: RunFolder) -> str:
 
 
 def processes_of(job: str) -> list[str]:
-    """Command lines of all processes that know that they are of a job."""
+    """Command lines of all processes that know that they are of a job of this cluster."""
+    marks = [
+        f"\0{name}\0".encode() for name in (f"SLURM_JOB_ID={job}", f"SLURM_CONF={os.environ['SLURM_CONF']}")
+    ]
     found = []
     for entry in Path("/proc").iterdir():
         try:
-            if entry.name.isdecimal() and f"\0SLURM_JOB_ID={job}\0".encode() in _environment(entry):
+            if entry.name.isdecimal() and all(mark in _environment(entry) for mark in marks):
                 found.append((entry / "cmdline").read_text().replace("\0", " "))
         except OSError:
             continue
@@ -113,6 +118,57 @@ def test_down_saves_ends_the_job_and_leaves_no_process(slurm) -> None:
     assert not slurm.command("squeue", "-h")
     before = run.state()
     assert runs.down(run.id) == 0 and run.state() == before
+
+
+def test_what_a_shell_wishes_of_sbatch_does_not_overrule_the_script(
+    slurm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wishes = {
+        "PARTITION": "gpux", "TIMELIMIT": "7", "EXPORT": "NONE", "NO_REQUEUE": "1", "SIGNAL": "USR2@5",
+        "CLUSTERS": "spire", "WAIT": "1", "ARRAY_INX": "0-3", "JOB_NAME": "mine", "COMMENT": "x",
+        "OUTPUT": "/dev/null", "MEM_PER_CPU": "1",
+    }  # fmt: skip
+    for name, value in wishes.items():
+        monkeypatch.setenv(f"SBATCH_{name}", value)
+    run = make_run(process("orchestrator", WORKS))
+    handle = submitted(run, "--time=60")
+    shown = slurm.command("scontrol", "show", "job", handle.job)
+    for fact in ("Partition=cpu ", "TimeLimit=01:00:00", "Requeue=1", f"StdOut={run.path}/logs/node.log"):
+        assert fact in shown, shown
+    assert ended(run, handle).endswith("COMPLETED"), "its token was not exported"
+
+
+@pytest.mark.parametrize("partitions", [("cpu",), ("cpu", "gpu")])
+def test_a_job_whose_submission_was_not_answered_is_cancelled(
+    slurm, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, partitions: tuple[str, ...]
+) -> None:
+    """With all its parts, and no job of another run of the same stack."""
+    other = submitted(serving(), "--begin=now+3600")
+    folder, real = tmp_path / "bin", shutil.which("sbatch")
+    folder.mkdir()
+    (folder / "sbatch").write_text(f'#!/bin/sh\n{real} "$@"\n[ "$1" = --test-only ] || exec sleep 60\n')
+    (folder / "sbatch").chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder), prepend=os.pathsep)
+    monkeypatch.setattr(slurm_commands, "LIMIT", 5.0)
+    run = serving()
+    with pytest.raises(RunError, match=r"did not answer within 5 s.* had queued job \d+, which is cancelled"):
+        parts = tuple(Part(name, 1, ("--cpus-per-task=1",)) for name in partitions)
+        backend._submit(run, [Request(parts, ("--begin=now+3600",))], "slurm")
+    assert slurm.command("squeue", "-h", "-o", "%A").split() == [other.job]
+    assert not (run.path / "handle.json").exists()
+
+
+def test_a_held_job_waits_whatever_its_state_is_called(slurm) -> None:
+    run = serving()
+    handle = submitted(run)
+    begun(run)
+    slurm.command("scontrol", "requeuehold", "State=SpecialExit", handle.job)
+    deadline = time.monotonic() + 60
+    while "SPECIAL_EXIT" not in (seen := BACKEND.look(run, handle)).words:
+        assert seen.phase != "ended" and time.monotonic() < deadline, seen
+        time.sleep(0.3)
+    assert seen.phase == "waiting"
+    assert BACKEND.down(run, handle) == []
 
 
 def test_down_takes_a_waiting_job_from_the_queue(slurm) -> None:

@@ -34,6 +34,7 @@ SMALL = "    trainer: {sequence_length: 512}\n    inference: {max_model_length: 
 JOBS = ("squeue", "--noheader", "--states=all", "--format=%i")
 GPUS = "{trainer: {gpus: 1}, inference: {gpus: rest}}"
 QUOTED_TIME = 'time: "5"'
+LINES = '"comment=x\\ntouch broken\\n#": true'
 OPTIONS = "config: {slurm: {sbatch_options: {%s}}}"
 
 REFUSED = {
@@ -83,6 +84,26 @@ REFUSED = {
         "slurm",
         machines(f"{CPU}\n{OPTIONS % 'nodes: 3, mail-user: me'}"),
         ("small.yaml:4:", "config.slurm.sbatch_options.nodes", "say num_nodes"),
+    ),
+    "another cluster among the options": (
+        "slurm",
+        machines(f"{CPU}\n{OPTIONS % 'clusters: spire, M: spire'}"),
+        (
+            "small.yaml:4:",
+            "sbatch_options.clusters",
+            "sbatch_options.M",
+            "say resources: {infra: slurm/CLUSTER}",
+        ),
+    ),
+    "an option that lets sbatch wait": (
+        "slurm",
+        machines(f"{CPU}\n{OPTIONS % 'wait: true'}"),
+        ("small.yaml:4:", "sbatch_options.wait", "launch waits for the run's end"),
+    ),
+    "an option of several lines": (
+        "slurm",
+        machines(f"{CPU}\n{OPTIONS % LINES}"),
+        ("an option of sbatch is one line", "mend it in the stack"),
     ),
     "a time that YAML reads as a number": (
         "slurm",

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+from fake_roles import wait_until
 
 import stacks
 from stackrl.runtime.launch.admit import admit
 from stackrl.runtime.launch.again import environment_of
 from stackrl.runtime.launch.planning.plan import make_plan
+from stackrl.runtime.launch.slurm import backend
 from stackrl.runtime.launch.slurm import commands as slurm_commands
 from stackrl.runtime.launch.slurm import request as slurm_request
+from stackrl.runtime.launch.slurm import script as slurm_script
 from stackrl.runtime.launch.slurm.commands import Hardware, Job, words_of
-from stackrl.runtime.launch.slurm.request import Request, requests_of
+from stackrl.runtime.launch.slurm.request import Part, Request, overruling, requests_of
 from stackrl.runtime.launch.slurm.script import render, warning_of
 from stackrl.runtime.run import RunError, RunFolder, create_run
 from stackrl.schemas.loader import LoadedStack, load
@@ -174,6 +179,126 @@ def test_a_container_is_asked_for_in_the_words_of_pyxis(image: str, expected: st
     assert f"--container-image={expected} " in text.replace("'", "")
     assert f"{run.path}:{run.path},{Path.cwd()}:{Path.cwd()}" in text
     assert 'stackrl node "$run"' in text and "-m stackrl" not in text
+
+
+@pytest.mark.parametrize(
+    "request_",
+    [
+        Request((Part("gpu", 1, ("--gres=gpu:h100\ntouch broken:8",)),), ()),
+        Request((Part("gpu", 1, ()),), ("--comment\ntouch broken\n#",)),
+        Request((Part("gpu\ntouch broken", 1, ()),), ()),
+    ],
+)
+def test_an_option_of_several_lines_is_no_command_of_the_script(request_: Request) -> None:
+    run = run_of(loaded("{infra: slurm}"))
+    with pytest.raises(RunError, match=r"an option of sbatch is one line, not .*touch broken"):
+        render(run, request_, {})
+
+
+def test_a_name_of_several_lines_is_one_word_for_slurm() -> None:
+    source = loaded("{infra: slurm}")
+    run = run_of(replace(source, task={**source.task, "name": "math\ntouch broken; @EXPORTS@"}))
+    text = render(run, Request((Part("gpu", 1, ()),), ()), {"SAID": "@SRUN@"})
+    assert "#SBATCH --job-name=math-touch-broken-EXPORTS-\n" in text
+    assert "export SAID=@SRUN@\n" in text
+
+
+def test_what_a_shell_wishes_of_sbatch_does_not_overrule_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """sbatch listens to its variables before it listens to the script."""
+    kept = {"SBATCH_ACCOUNT", "SBATCH_QOS", "SBATCH_RESERVATION"}
+    dropped = {
+        "SBATCH_PARTITION", "SBATCH_EXPORT", "SBATCH_NO_REQUEUE", "SBATCH_SIGNAL", "SBATCH_CLUSTERS",
+        "SBATCH_WAIT", "SBATCH_ARRAY_INX", "SBATCH_OPEN_MODE", "SBATCH_JOB_NAME", "SBATCH_GRES",
+        "SBATCH_MEM_PER_NODE", "SBATCH_MEM_PER_CPU", "SBATCH_GPUS_PER_NODE", "SLURM_CLUSTERS",
+    }  # fmt: skip
+    for name in {*kept, *dropped, "SBATCH_TIMELIMIT", "SBATCH_CPUS_PER_GPU"}:
+        monkeypatch.setenv(name, "30")
+
+    def left(more: str) -> set[str]:
+        (request,) = requests_of(loaded("{infra: slurm}", more=more), "slurm")
+        environment = backend._environment(overruling(request))
+        return {name for name in environment if name.startswith(("SBATCH_", "SLURM_"))}
+
+    assert left("") == {*kept, "SBATCH_TIMELIMIT"}
+    assert left(options('time: "60", account: lab')) == {"SBATCH_QOS", "SBATCH_RESERVATION"}
+    (request,) = requests_of(loaded("{infra: slurm}"), "slurm")
+    assert request.time_limit == 30 * 60
+
+
+def test_a_run_that_is_told_to_end_while_it_saves_does_not_queue_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The script, with programs in the place of Slurm's; the node's ends with 75 when it has saved."""
+    monkeypatch.setattr(slurm_script, "_step", lambda run, request: ['srun "$run"'])
+    run = run_of(loaded("{infra: slurm}"))
+    programs(tmp_path, monkeypatch, scontrol=f'echo "$*" >>{tmp_path}/asked', srun=SAVES)
+    (tmp_path / "slurm.sh").write_text(render(run, Request((Part("cpu", 1, ()),), ()), {}))
+    environment = os.environ | {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "cpu1"}
+    with open(tmp_path / "log", "wb") as log:
+        job = subprocess.Popen(["bash", "slurm.sh"], env=environment, stdout=log, stderr=log)
+    try:
+        wait_until((run.path / "lock").exists)
+        job.send_signal(signal.SIGUSR1)
+        wait_until((run.path / "preempt").exists)
+        job.send_signal(signal.SIGUSR2)
+        assert job.wait(10) == 75
+    finally:
+        job.kill()
+        job.wait()
+    assert "told to end" in (tmp_path / "log").read_text()
+    assert "requeue" not in (tmp_path / "asked").read_text()
+
+
+SAVES = """
+trap 'told=yes' TERM
+until [ "$told" ]; do [ -e "$1/lock" ] || { echo $$ >"$1/new"; mv "$1/new" "$1/lock"; }; sleep 0.1; done
+exit 75
+"""
+
+
+def programs(folder: Path, monkeypatch: pytest.MonkeyPatch, **texts: str) -> None:
+    """Shell scripts that are found by their names."""
+    (folder / "bin").mkdir()
+    for name, text in texts.items():
+        (folder / "bin" / name).write_text(f"#!/bin/bash\n{text}\n")
+        (folder / "bin" / name).chmod(0o755)
+    monkeypatch.setenv("PATH", str(folder / "bin"), prepend=os.pathsep)
+
+
+@pytest.mark.parametrize(
+    ("submits", "told"),
+    [
+        ("sleep 30", "it did not answer within 1 s; .* may be queued: see `squeue --me -n small`"),
+        ("echo 'Socket timed out on send/recv operation' >&2; exit 1", "timed out .* may be queued"),
+        ("echo 'You have too many jobs' >&2; exit 1", "You have too many jobs$"),
+    ],
+)
+def test_a_job_that_may_be_queued_all_the_same_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, submits: str, told: str
+) -> None:
+    """Here squeue does not know it yet, and lists one of another run."""
+    run = run_of(loaded("{infra: slurm}"))
+    monkeypatch.setattr(slurm_commands, "LIMIT", 1.0)
+    other, asked = "echo '17|/elsewhere/slurm.sh'", f"touch {tmp_path}/cancelled"
+    programs(
+        tmp_path, monkeypatch, sbatch=f"[ $1 = --test-only ] || {{ {submits}; }}", squeue=other, scancel=asked
+    )
+    with pytest.raises(RunError, match=told):
+        backend._submit(run, [Request((Part("cpu", 1, ()),), ())], "slurm")
+    assert not (tmp_path / "cancelled").exists() and not (run.path / "handle.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("state", "phase"),
+    [
+        ("PENDING", "waiting"), ("SPECIAL_EXIT", "waiting"), ("A_NEW_ONE", "waiting"), ("RUNNING", "running"),
+        ("COMPLETING", "running"), ("NODE_FAIL", "ended"), ("DEADLINE", "ended"), ("COMPLETED", "ended"),
+    ],
+)  # fmt: skip
+def test_a_job_has_ended_only_where_no_state_can_follow(state: str, phase: str) -> None:
+    assert Job(state, "None", "").phase == phase
 
 
 def test_the_script_is_good_shell_and_quotes_what_it_is_given() -> None:

@@ -12,7 +12,8 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 
 from rich.console import Console
 
@@ -23,9 +24,9 @@ from stackrl.runtime.launch.handle import Handle, Seen
 from stackrl.runtime.launch.money import hourly_noted
 from stackrl.runtime.launch.runs import explain
 from stackrl.runtime.launch.slurm import commands as slurm_commands
-from stackrl.runtime.launch.slurm.commands import AT_WORK, WAITING, SlurmError
-from stackrl.runtime.launch.slurm.request import Request, requests_of
-from stackrl.runtime.launch.slurm.script import container_options, log_of, write_script
+from stackrl.runtime.launch.slurm.commands import SlurmError
+from stackrl.runtime.launch.slurm.request import Request, overruling, requests_of
+from stackrl.runtime.launch.slurm.script import container_options, job_name, log_of, write_script
 from stackrl.runtime.monitor.view import follow
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, create_run, new_token
 from stackrl.runtime.stopping import longest_end
@@ -39,6 +40,8 @@ CANCEL_LIMIT = 120.0
 """Seconds until a cancelled job has left its nodes; Slurm's own patience (KillWait) is 30 s by default."""
 _OF_A_JOB = re.compile(r"SLURM_(?!CONF$)|SLURMD_")
 """Variables of a job in which `launch` is typed: they would be taken for wishes."""
+_NO_ANSWER = re.compile(r"did not answer|timed out", re.I)
+"""What is said where Slurm may have heard a command all the same."""
 
 
 class Slurm:
@@ -74,8 +77,7 @@ class Slurm:
             return Seen("unreachable", str(error))
         if job is None:
             return Seen("ended", f"Slurm does not know job {handle.job} any more")
-        phase = "waiting" if job.state in WAITING else "running" if job.state in AT_WORK else "ended"
-        return Seen(phase, f"job {handle.job} {job}")
+        return Seen(job.phase, f"job {handle.job} {job}")
 
     def down(self, run: RunFolder, handle: Handle) -> list[str]:
         seen = self.look(run, handle)
@@ -125,21 +127,58 @@ def _submit(run: RunFolder, requests: Sequence[Request], infra: str) -> Handle:
     (run.path / "logs").mkdir(mode=0o700, exist_ok=True)
     refusals: list[str] = []
     said = run.read("run.json").get("environment", {})
-    environment = _environment() | {TOKEN_VARIABLE: new_token()}
-    hourly = hourly_noted(run.stack().limits, environment | said, 0.0)
+    token = new_token()
+    hourly = hourly_noted(run.stack().limits, _environment() | said, 0.0)
     for request in requests:
         script = write_script(run, request, said)
+        environment = _environment(overruling(request)) | {TOKEN_VARIABLE: token}
         try:
             slurm_commands.check(script, environment)
         except SlurmError as error:
             refusals.append(_refused(request, error.words))
             continue
-        job, cluster = slurm_commands.submit(script, environment), slurm_commands.cluster()
+        job, cluster = _queue(run, script, environment), slurm_commands.cluster()
         details = {"infra": infra, "cluster": cluster, "image": request.image}
         handle = Handle("slurm", job, time.time(), hourly=hourly, details=details)
         handle.write(run)
         return handle
     raise RunError("\n".join(dict.fromkeys(refusals)))
+
+
+def _queue(run: RunFolder, script: Path, environment: Mapping[str, str]) -> str:
+    """Submit ``script``; the id of its job. Where that fails, a job that Slurm has made all the same is
+    cancelled. Raises RunError."""
+    try:
+        return slurm_commands.submit(script, environment)
+    except KeyboardInterrupt:
+        _take_back(script)
+        raise
+    except SlurmError as error:
+        if jobs := _take_back(script):
+            raise RunError(f"{error}; it had queued job {jobs[0]}, which is cancelled: try again") from None
+        if not _NO_ANSWER.search(error.words):
+            raise
+        where = f"squeue --me -n {job_name(run)}"
+        raise RunError(f"{error}; the job may be queued: see `{where}`, and end it with `scancel`") from None
+
+
+def _take_back(script: Path) -> list[str]:
+    """Cancel the jobs of ``script``, which is one run's alone; their ids, or none where Slurm does not tell.
+
+    Raises RunError where one is left.
+    """
+    try:
+        jobs = slurm_commands.queued(script)
+    except SlurmError:
+        return []
+    for job in jobs:
+        try:
+            slurm_commands.cancel(job)
+        except SlurmError as error:
+            raise RunError(
+                f"job {job} is queued, and is not to be: end it with `scancel {job}`; {error}"
+            ) from None
+    return jobs
 
 
 def _refused(request: Request, words: str) -> str:
@@ -161,9 +200,11 @@ def _hardware(partition: str) -> str:
     return " and ".join(dict.fromkeys(kinds)) or "no nodes"
 
 
-def _environment() -> dict[str, str]:
+def _environment(without: Collection[str] = ()) -> dict[str, str]:
     """This process's, without what Slurm would take for wishes where `launch` is typed inside a job."""
-    return {name: value for name, value in os.environ.items() if not _OF_A_JOB.match(name)}
+    return {
+        name: value for name, value in os.environ.items() if name not in without and not _OF_A_JOB.match(name)
+    }
 
 
 def _elsewhere(handle: Handle) -> str | None:

@@ -8,13 +8,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Literal
 
 from stackrl.runtime.run import RunError
 
 LIMIT = 60.0
 """Seconds for any command; slurmctld is slow when many ask it."""
-WAITING = frozenset({"PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_FED", "REQUEUE_HOLD", "RESV_DEL_HOLD"})
 AT_WORK = frozenset({"RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING"})
+ENDED = frozenset({
+    "COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL", "OUT_OF_MEMORY", "BOOT_FAIL", "DEADLINE",
+    "PREEMPTED", "REVOKED",
+})  # fmt: skip
+"""States that no job leaves. What is neither these nor AT_WORK waits, such as SPECIAL_EXIT: it is held."""
 _UNKNOWN_JOB = "Invalid job id"
 _HAS_ENDED = f"{_UNKNOWN_JOB}|already complet|is not running|finished"
 
@@ -37,6 +42,10 @@ class Job:
     """Why it waits, or ended; None where there is nothing to say."""
     nodes: str
     """As Slurm writes lists of nodes: gpu[1-3,7]."""
+
+    @property
+    def phase(self) -> Literal["waiting", "running", "ended"]:
+        return "running" if self.state in AT_WORK else "ended" if self.state in ENDED else "waiting"
 
     def __str__(self) -> str:
         if self.state in AT_WORK:
@@ -63,6 +72,16 @@ def check(script: Path, environment: Mapping[str, str]) -> None:
 def submit(script: Path, environment: Mapping[str, str]) -> str:
     """Queue ``script``; the id of its job. Raises SlurmError."""
     return call("sbatch", "--parsable", str(script), environment=environment).split(";")[0].strip()
+
+
+def queued(script: Path) -> list[str]:
+    """Ids of the user's jobs of ``script`` that have not ended, the first part of one first.
+
+    Raises SlurmError.
+    """
+    listed = call("squeue", "--me", "--noheader", "--format=%A|%o").splitlines()
+    jobs = (line.strip().partition("|") for line in listed)
+    return sorted((number for number, _, command in jobs if command == str(script)), key=int)
 
 
 def job(number: str) -> Job | None:

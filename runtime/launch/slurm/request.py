@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,8 +21,17 @@ OPTIONS: Path = ("config", "slurm", "sbatch_options")
 OURS = frozenset({
     "job-name", "nodes", "ntasks", "ntasks-per-node", "partition", "gres", "output", "error", "open-mode",
     "requeue", "no-requeue", "signal", "chdir", "export", "array", "wrap", "parsable", "test-only",
+    "cluster", "clusters", "M", "wait", "W",
 })  # fmt: skip
-"""Options that the script says itself."""
+"""Options that the script says itself, or that would make another job of it."""
+_MACHINES = frozenset({
+    "exclusive", "mem", "mem-per-cpu", "mem-per-gpu", "cpus-per-gpu", "gpus", "gpus-per-node",
+    "gpus-per-socket", "gpus-per-task",
+})  # fmt: skip
+"""Options that would change what is asked for on each node; a stack may say them."""
+_VARIABLES = {"time": "TIMELIMIT", "mem": "MEM_PER_NODE", "array": "ARRAY_INX"}
+"""Options whose variable of sbatch has another name."""
+_TIME_VARIABLE = "SBATCH_TIMELIMIT"
 DOCKER = "docker:"
 QUOTED = 'put it in quotes: "24:00:00", or "1440" for minutes'
 _TIME = ("time", "t")
@@ -75,6 +85,19 @@ def requests_of(loaded: LoadedStack, infra: str) -> list[Request]:
         parts = tuple(_parts(loaded, one, partition))
         requests.append(Request(parts, options, _image(loaded, one), _time_limit(loaded, parts)))
     return requests
+
+
+def overruling(request: Request) -> set[str]:
+    """Variables with which a user's shell would overrule the script: sbatch listens to them first.
+
+    Those for what neither the stack nor the launcher says, such as SBATCH_ACCOUNT, are left to the user.
+    """
+    said = [*request.options, *(option for part in request.parts for option in part.options)]
+    names = {option.removeprefix("--").partition("=")[0] for option in said}
+    return {
+        f"SBATCH_{_VARIABLES.get(name) or name.upper().replace('-', '_')}"
+        for name in OURS | _MACHINES | names
+    }
 
 
 def _may_be_here(candidate: Candidate, cluster: str) -> bool:
@@ -196,19 +219,28 @@ def _option(key: str, value: Any) -> str:
 
 
 def _instead(key: str) -> str:
+    elsewhere = "say resources: {infra: slurm/CLUSTER}, and type this on a login node of that cluster"
+    waits = "remove it: launch waits for the run's end, unless you say -d"
     words = {
         "nodes": "say num_nodes",
         "partition": "say resources: {infra: slurm/CLUSTER/PARTITION}",
         "gres": "say resources: {accelerators: …}",
         "job-name": "say name",
+        "cluster": elsewhere,
+        "clusters": elsewhere,
+        "M": elsewhere,
+        "wait": waits,
+        "W": waits,
     }
     return words.get(key.lstrip("-"), "remove it")
 
 
 def _time_limit(loaded: LoadedStack, parts: Sequence[Part]) -> int | None:
-    """Seconds: as the stack says, else what the partition gives a job that asks for nothing."""
+    """Seconds: as the stack says, or the user's shell, else what the partition gives a job that asks for
+    nothing."""
     given = _given(loaded.task)
     said = next((str(given[key]) for key in _TIME if key in given), "")
+    said = said or os.environ.get(_TIME_VARIABLE, "")
     return _seconds(said or slurm_commands.default_time(parts[0].partition))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 import sys
 from collections.abc import Iterable, Mapping
@@ -10,7 +11,7 @@ from pathlib import Path
 
 from stackrl.runtime.launch.front import ROOT
 from stackrl.runtime.launch.slurm.request import Request
-from stackrl.runtime.run import RunError, RunFolder
+from stackrl.runtime.run import RunError, RunFolder, plain
 from stackrl.runtime.stopping import longest_end
 
 TEMPLATE = ROOT / "templates" / "slurm.sh"
@@ -25,7 +26,7 @@ LAST_NODES = 1200
 def write_script(run: RunFolder, request: Request, environment: Mapping[str, str]) -> Path:
     """Write the run's job script into its folder. ``environment``: the task's `envs`.
 
-    Raises RunError where the time limit leaves no time to train.
+    Raises RunError where the time limit leaves no time to train, or an option has several lines.
     """
     script = run.path / "slurm.sh"
     script.write_text(render(run, request, environment))
@@ -44,10 +45,12 @@ def render(run: RunFolder, request: Request, environment: Mapping[str, str]) -> 
         "SRUN": " \\\n  ".join(_step(run, request)),
         "PATIENCE": str(PATIENCE),
     }
-    text = TEMPLATE.read_text()
-    for name, value in values.items():
-        text = text.replace(f"@{name}@", value)
-    return text
+    return re.sub("@([A-Z]+)@", lambda place: values[place[1]], TEMPLATE.read_text())
+
+
+def job_name(run: RunFolder) -> str:
+    """What Slurm lists the run's job as."""
+    return plain(run.read("run.json")["name"])
 
 
 def log_of(run: RunFolder) -> Path:
@@ -86,7 +89,7 @@ def container_options(run: RunFolder, image: str, folders: Iterable[Path | str] 
 def _directives(run: RunFolder, request: Request) -> Iterable[str]:
     """The lines that sbatch reads; parts of a heterogeneous job are asked for one after the other."""
     job = [
-        f"--job-name={run.read('run.json')['name']}",
+        f"--job-name={job_name(run)}",
         f"--chdir={Path.cwd()}",
         f"--output={str(log_of(run)).replace('%', '%%')}",
         "--open-mode=append",
@@ -105,6 +108,9 @@ def _directives(run: RunFolder, request: Request) -> Iterable[str]:
 
 
 def _directive(option: str) -> str:
+    """Raises RunError for one of several lines: all but the first would be commands of the script."""
+    if re.search(r"[\n\r\0]", option):
+        raise RunError(f"an option of sbatch is one line, not {option!r}: mend it in the stack")
     name, equals, value = option.partition("=")
     return f"#SBATCH {name}{equals}{shlex.quote(value) if value else ''}"
 
