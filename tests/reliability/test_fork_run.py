@@ -25,7 +25,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(autouse=True)
 def _home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    def admitted(loaded: LoadedStack) -> tuple[Stack, Any]:
+    def admitted(loaded: LoadedStack, *, here: bool = True) -> tuple[Stack, Any]:
         """With the light roles of these trials."""
         return loaded.stack, {"processes": [asdict(process) for process in trials.processes_of(loaded.stack)]}
 
