@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stackrl.runtime.trainer.models.shape import (
     Experts,
@@ -81,8 +82,9 @@ class Parameters:
         return (self.head or self.embedding) + sum(layers)
 
 
+@lru_cache(maxsize=8)
 def parameters_of(shape: Shape) -> Parameters:
-    """Those of a model of ``shape``."""
+    """Those of a model of ``shape``. A plan asks again and again."""
     rows = shape.vocabulary * shape.hidden
     counted: dict[Layer, LayerParameters] = {}  # most layers are alike
     for layer in shape.layers:

@@ -91,11 +91,11 @@ def held(shape: Shape, settings: Settings) -> Held:
     """What a rank has of a model of ``shape``."""
     parameters, adapters = parameters_of(shape), settings.trainer.lora
     share = settings.degrees.expert
+    counted = dict(zip(shape.layers, parameters.layers, strict=True))  # most layers are alike
     layers = {
-        layer: _gathered(layer, counted, shape.hidden, share, adapters)
-        for layer, counted in zip(shape.layers, parameters.layers, strict=True)
+        layer: _gathered(layer, numbers, shape.hidden, share, adapters) for layer, numbers in counted.items()
     }
-    added = sum(_adapters(layer, shape.hidden, adapters) for layer in shape.layers)
+    added = sum(_adapters(layer, shape.hidden, adapters) for layer in shape.layers) if adapters else 0
     frozen = sum(layer.indexer for layer in parameters.layers)
     if settings.trainer.mixture.frozen_router:
         frozen += sum(layer.router for layer in parameters.layers)
