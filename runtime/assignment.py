@@ -41,7 +41,7 @@ def refuse_place(place: Place, loaded: LoadedStack | None, run: RunFolder | None
 
 
 def _nodes_of(run: RunFolder) -> int:
-    return 1 + max((process["node"] for process in run.read("plan.json")["processes"]), default=0)
+    return 1 + max((process.get("node", 0) for process in run.read("plan.json")["processes"]), default=0)
 
 
 def run_of(loaded: LoadedStack, place: Place, planner: Planner) -> RunFolder:
