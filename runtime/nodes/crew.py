@@ -110,7 +110,7 @@ class Crew(Supervisor):
         if wrong := differences(mine, others, alike):
             self._refuse("; ".join(wrong))
         for hand in self._hands.values():
-            self._send(hand, "welcome", files=dict(files), silence=self._silence)
+            self._send(hand, "welcome", files=dict(files))
 
     def _introduced(self, channel: Channel, deadline: float) -> bool:
         """Whether nothing more is expected of a guest: it said who it is, or never will."""

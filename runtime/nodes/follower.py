@@ -23,7 +23,7 @@ from stackrl.runtime.notes import tell
 from stackrl.runtime.place import Place
 from stackrl.runtime.processes import GUARD_LIMIT, LOST, guarded
 from stackrl.runtime.run import TOKEN_VARIABLE, RunError, RunFolder, home, write_durably
-from stackrl.runtime.stopping import Stopped
+from stackrl.runtime.stopping import Stopped, longest_end
 from stackrl.runtime.supervisor import Program, Supervisor
 from stackrl.runtime.watch import SignsOfLife
 
@@ -48,12 +48,11 @@ def follow(place: Place, token: str, stack: str) -> int:
         return welcome["code"]
     mirror = _mirror(place.rank, welcome["files"])
     tell(f"node {place.rank} works for run {mirror.id}; logs of all nodes are in node 0's folder")
-    stop_seconds = mirror.stack().limits.stop_seconds
     with mirror.kept():  # what waits for the end of this node sees it there
         code = guarded(
-            lambda: _Follower(channel, mirror, token, welcome["silence"], stop_seconds).work(),
+            lambda: _Follower(channel, mirror, token).work(),
             died=lambda reason: tell(f"node {place.rank}: {reason}"),
-            limit=stop_seconds + GUARD_LIMIT,
+            limit=longest_end(mirror),
         )
     if code == 0:
         shutil.rmtree(mirror.path, ignore_errors=True)
@@ -107,13 +106,11 @@ def _keep(mirror: RunFolder, files: dict[str, bytes]) -> None:
 class _Follower:
     """One life of a node that obeys."""
 
-    def __init__(
-        self, channel: Channel, mirror: RunFolder, token: str, silence: float, stop_seconds: float
-    ) -> None:
+    def __init__(self, channel: Channel, mirror: RunFolder, token: str) -> None:
         self._channel, self._mirror, self._token = channel, mirror, token
-        self._silence, self._stop_seconds = silence, stop_seconds
         limits = mirror.stack().limits
-        self._listener = Listener(mirror.heartbeats, limits.silence_seconds)
+        self._silence, self._stop_seconds = limits.silence_seconds, limits.stop_seconds
+        self._listener = Listener(mirror.heartbeats, self._silence)
         self._heard = self._spoke = time.monotonic()
         self._orders: deque[dict[str, Any]] = deque()
         self._code: int | None = None
