@@ -123,11 +123,19 @@ def start_node(run: RunFolder, *, report: bool = False, **environment: str) -> S
 
 
 def wait_until(condition: Callable[[], Any], limit: float = 20.0) -> Any:
+    """What the condition finds at last. A file that nobody has written yet is no failure, but a reason to wait."""
     deadline = time.monotonic() + limit
-    while not (found := condition()):
+    while not (found := _found(condition)):
         assert time.monotonic() < deadline, "waited in vain"
         time.sleep(0.05)
     return found
+
+
+def _found(condition: Callable[[], Any]) -> Any:
+    try:
+        return condition()
+    except FileNotFoundError:
+        return None
 
 
 def gone(*pids: int) -> bool:
