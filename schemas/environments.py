@@ -22,6 +22,8 @@ class Environment(Model):
     """The environment's own arguments."""
     weight: float = Field(default=1.0, gt=0)
     """Share of the prompts, relative to the other environments."""
+    rewards: dict[str, float] = {}
+    """Weights of the environment's rewards by name, where they are not its own."""
 
 
 class Evaluate(Model):

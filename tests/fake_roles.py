@@ -123,7 +123,7 @@ def start_node(run: RunFolder, *, report: bool = False, **environment: str) -> S
 
 
 def wait_until(condition: Callable[[], Any], limit: float = 20.0) -> Any:
-    """What the condition finds at last. A file that nobody has written yet is no failure, but a reason to wait."""
+    """What the condition finds at last. A file that nobody has written yet is a reason to wait."""
     deadline = time.monotonic() + limit
     while not (found := _found(condition)):
         assert time.monotonic() < deadline, "waited in vain"

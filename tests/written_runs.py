@@ -119,7 +119,7 @@ def _rollout(plan: Plan, number: int, answer: Answer, random: Random, skill: flo
         _sample(plan, number, [(chat().prompt([question]), False), (chat().answer(said), True)], random)
     ]
     if number == 1:  # a second turn
-        more = [(chat().delta(user("not quite; try again"))[1:], False), (chat().answer(said[::-1]), True)]
+        more = [(chat().delta([user("not quite; try again")])[1:], False), (chat().answer(said[::-1]), True)]
         samples = [_sample(plan, number, [*_parts(samples[0]), *more], random)]
     if number == 2:  # a template that broke the prefix
         history = [question, assistant(said), user("again")]

@@ -70,6 +70,8 @@ def make(environment: stack.Environment) -> Environment:
             f"use one of {', '.join(RUNNABLE)}"
         )
     try:
-        return kind(**environment.args)
+        made = kind(**environment.args)
     except (TypeError, ValueError) as error:
         raise EnvironmentRefused(f"environment {environment.name!r}: {error}") from error
+    made.weights = {**kind.weights, **environment.rewards}
+    return made

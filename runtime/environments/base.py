@@ -1,19 +1,58 @@
-"""What an environment is: tasks, replies with rewards, and demonstrations. Text only, no tokens, no torch.
+"""What an environment is: tasks, rollouts with rewards, and demonstrations. Text only, no tokens, no torch.
 
-A rollout goes ``task`` → answer of the model → ``reply`` → answer → … until an outcome is done. A new
-environment is one file with a subclass and one line in this package's registry.
+There are two kinds. A TurnEnvironment replies to answers and holds nothing between them: answer → ``reply`` →
+answer → … until an outcome is done. An AgentEnvironment leads its rollout itself and may hold on to what it
+needs meanwhile, a sandbox for example; it runs in a process of its own. A new environment is one file with a
+subclass and one line in this package's registry.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
-Message = dict[str, str]
+Message = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates read it."""
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A function that the model may call."""
+
+    name: str
+    description: str
+    parameters: dict[str, Any]
+    """JSON Schema of its arguments, an object."""
+
+    def as_function(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        return {
+            "type": "function",
+            "function": {"name": self.name, "description": self.description, "parameters": self.parameters},
+        }
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call of a tool that the model wrote; ``problem`` says why one could not be read."""
+
+    name: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What the model wrote in one turn, without the token that closes it."""
+
+    text: str
+    calls: tuple[Call, ...] = ()
+    """Of tools, in order, where the environment has any."""
+    closed: bool = True
+    """Whether the model ended its turn; otherwise it was cut off."""
 
 
 @dataclass(frozen=True)
@@ -28,23 +67,38 @@ class Task:
 class Outcome:
     """What an environment makes of the answers so far.
 
-    ``reward`` is that of the rollout if it ended here. ``message`` is what the model reads next, where the
-    rollout is not done. ``metrics`` are numbers to report; ``solved`` (0 or 1) is the exact match.
+    ``rewards`` by name are those of the rollout if it ended here; what it is worth is their sum, each times
+    its weight. ``messages`` are what the model reads next, where the rollout is not done. ``metrics`` are
+    numbers to report; ``solved`` (0 or 1) is the exact match.
     """
 
-    reward: float
+    rewards: Mapping[str, float]
     done: bool = True
-    message: Message | None = None
-    metrics: dict[str, float] = field(default_factory=dict)
+    messages: Sequence[Message] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
 class Turn:
-    """One answer of a demonstration: whether it is learnt, and the environment's message after it."""
+    """One answer of a demonstration: whether it is learnt, and the environment's messages after it."""
 
     answer: str
     trained: bool = True
-    message: Message | None = None
+    messages: Sequence[Message] = ()
+
+
+class NoRoom(Exception):
+    """The model may not write another token: the sequence is as long as it may be."""
+
+
+class Policy(Protocol):
+    """The model, as one rollout of an AgentEnvironment sees it."""
+
+    async def answer(self, *messages: Message) -> Answer:
+        """Its answer to what was said so far and then ``messages``; the task's come before the first answer.
+
+        Raises NoRoom where there is none left for an answer.
+        """
 
 
 class Environment(ABC):
@@ -52,18 +106,40 @@ class Environment(ABC):
 
     schema: ClassVar[dict[str, Any]]
     """JSON Schema of the stack's ``args``."""
+    weights: ClassVar[Mapping[str, float]] = {}
+    """Of rewards by name, where the stack says nothing else; 1 for those not named."""
+    tools: Sequence[Tool] = ()
+    """What the model may call; it is told of them before the task's first message."""
 
     @abstractmethod
     def task(self, rng: Random) -> Task:
         """Draw a task; the same state of ``rng`` gives the same task."""
 
-    @abstractmethod
-    async def reply(self, task: Task, answers: Sequence[str]) -> Outcome:
-        """Judge the last of ``answers``. An exception is a failed rollout, never a reward of zero."""
+    def demonstration(self, task: Task, rng: Random, noise: float) -> list[Turn]:
+        """Answers to learn from; each symbol is replaced by a random one with probability ``noise``.
+
+        Raises NotImplementedError where the environment has none.
+        """
+        raise NotImplementedError(f"{type(self).__name__} has no demonstrations to learn from")
+
+
+class TurnEnvironment(Environment):
+    """One that replies to answers, and needs nothing but the answers for that."""
 
     @abstractmethod
-    def demonstration(self, task: Task, rng: Random, noise: float) -> list[Turn]:
-        """Answers to learn from; each symbol is replaced by a random one with probability ``noise``."""
+    async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
+        """Judge the last of ``answers``. An exception is a failed rollout, never a reward of zero."""
+
+
+class AgentEnvironment(Environment):
+    """One that leads its rollouts itself."""
+
+    @abstractmethod
+    async def rollout(self, task: Task, policy: Policy) -> Outcome:
+        """Let ``policy`` work on ``task`` to the end and judge that.
+
+        An exception is a failed rollout, never a reward of zero. A cancelled rollout leaves nothing behind.
+        """
 
 
 def user(text: str) -> Message:
@@ -72,3 +148,8 @@ def user(text: str) -> Message:
 
 def assistant(text: str) -> Message:
     return {"role": "assistant", "content": text}
+
+
+def tool(text: str) -> Message:
+    """What a call gave."""
+    return {"role": "tool", "content": text}

@@ -7,7 +7,7 @@ from difflib import SequenceMatcher
 from random import Random
 from string import ascii_lowercase
 
-from stackrl.runtime.environments.base import Environment, Outcome, Task, Turn, user
+from stackrl.runtime.environments.base import Answer, Outcome, Task, Turn, TurnEnvironment, user
 
 LETTERS = {
     "type": "array",
@@ -19,7 +19,7 @@ LETTERS = {
 ALPHABET = {"type": "string", "minLength": 2, "description": "Letters that words are drawn from."}
 
 
-class ReverseText(Environment):
+class ReverseText(TurnEnvironment):
     """``reverse: abc`` → ``cba``."""
 
     schema = {
@@ -38,9 +38,10 @@ class ReverseText(Environment):
         word = "".join(rng.choice(self.alphabet) for _ in range(rng.randint(self.shortest, self.longest)))
         return Task(messages=(user(f"reverse: {word}"),), data=word[::-1])
 
-    async def reply(self, task: Task, answers: Sequence[str]) -> Outcome:
+    async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
+        written = answers[-1].text
         return Outcome(
-            reward=similarity(answers[-1], task.data), metrics={"solved": float(answers[-1] == task.data)}
+            {"similarity": similarity(written, task.data)}, metrics={"solved": float(written == task.data)}
         )
 
     def demonstration(self, task: Task, rng: Random, noise: float) -> list[Turn]:

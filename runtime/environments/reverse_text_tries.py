@@ -7,7 +7,7 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any, ClassVar
 
-from stackrl.runtime.environments.base import Outcome, Task, Turn, user
+from stackrl.runtime.environments.base import Answer, Outcome, Task, Turn, user
 from stackrl.runtime.environments.reverse_text import ReverseText, similarity
 
 NO = user("no, try again")
@@ -46,14 +46,14 @@ class ReverseTextTries(ReverseText):
             raise ValueError(f"penalty: {penalty} makes the reward of the last of {tries} tries negative")
         self.tries, self.penalty = tries, penalty
 
-    async def reply(self, task: Task, answers: Sequence[str]) -> Outcome:
+    async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
         before = len(answers) - 1
-        solved = answers[-1] == task.data
+        solved = answers[-1].text == task.data
         done = solved or len(answers) == self.tries
         return Outcome(
-            reward=similarity(answers[-1], task.data) * (1 - self.penalty * before),
+            {"similarity": similarity(answers[-1].text, task.data) * (1 - self.penalty * before)},
             done=done,
-            message=None if done else NO,
+            messages=() if done else (NO,),
             metrics={"solved": float(solved), "tries": float(len(answers))},
         )
 
@@ -68,7 +68,7 @@ class ReverseTextTries(ReverseText):
             else:
                 answer = task.data
             right = answer == task.data
-            turns.append(Turn(answer, trained=right or noise > 0, message=None if right or last else NO))
+            turns.append(Turn(answer, trained=right or noise > 0, messages=() if right or last else (NO,)))
             if right:
                 break
         return turns

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from random import Random
 
-from stackrl.runtime.environments.base import Environment, Outcome, Task, Turn, assistant, user
+from stackrl.runtime.environments.base import Answer, Outcome, Task, Turn, TurnEnvironment, assistant, user
 from stackrl.runtime.environments.reverse_text import similarity
 
 WORDS = """
@@ -15,7 +15,7 @@ WORDS = """
 EXAMPLES = (user("hat door"), assistant("door hat"), user("egg lake"), assistant("lake egg"))
 
 
-class SwapWords(Environment):
+class SwapWords(TurnEnvironment):
     """``cat dog`` → ``dog cat``. Spaces around the answer and its case do not count."""
 
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -24,9 +24,11 @@ class SwapWords(Environment):
         first, second = rng.sample(WORDS.split(), 2)
         return Task(messages=(*EXAMPLES, user(f"{first} {second}")), data=f"{second} {first}")
 
-    async def reply(self, task: Task, answers: Sequence[str]) -> Outcome:
-        answer = answers[-1].strip().lower()
-        return Outcome(reward=similarity(answer, task.data), metrics={"solved": float(answer == task.data)})
+    async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
+        answer = answers[-1].text.strip().lower()
+        return Outcome(
+            {"similarity": similarity(answer, task.data)}, metrics={"solved": float(answer == task.data)}
+        )
 
     def demonstration(self, task: Task, rng: Random, noise: float) -> list[Turn]:
         words = (rng.choice(WORDS.split()) if rng.random() < noise else word for word in task.data.split())

@@ -39,7 +39,7 @@ class Chat:
             )
         self.stop: int = closing[0]
         self.stop_text: str = tokenizer.convert_ids_to_tokens(self.stop)
-        self.delta(_SAMPLE_MESSAGE)
+        self.delta([_SAMPLE_MESSAGE])
 
     @classmethod
     def load(cls, model: Path) -> Chat:
@@ -85,20 +85,20 @@ class Chat:
         """Whether the model ended its turn; otherwise it was cut off."""
         return bool(sampled) and sampled[-1] == self.stop
 
-    def delta(self, message: Message) -> list[int]:
-        """Ids from the close of the model's turn, over ``message``, to where its next answer begins.
+    def delta(self, messages: Sequence[Message]) -> list[int]:
+        """Ids from the close of the model's turn, over ``messages``, to where its next answer begins.
 
         Raises TemplateError where the template rewrites what came before.
         """
-        before, after = self._after_answer([]), self._after_answer([message])
+        before, after = self._after_answer([]), self._after_answer(messages)
         if not after.startswith(before):
             raise TemplateError(
-                f"the chat template of {self._name} rewrites the end of a turn when a {message['role']!r} "
-                f"message follows: {before[:60]!r} becomes {after[:60]!r}"
+                f"the chat template of {self._name} rewrites the end of a turn when a "
+                f"{messages[0]['role']!r} message follows: {before[:60]!r} becomes {after[:60]!r}"
             )
         return self._encode(after)
 
-    def _after_answer(self, messages: list[Message]) -> str:
+    def _after_answer(self, messages: Sequence[Message]) -> str:
         """What the template writes after an answer of the model that ``messages`` follow."""
         text = self.render([_SAMPLE_MESSAGE, assistant(_ANSWER), *messages], generate=bool(messages))
         _, found, rest = text.rpartition(_ANSWER)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stackrl.runtime.environments.base import Message, Turn, assistant
+from stackrl.runtime.environments.base import Answer, Message, Turn, assistant
 from stackrl.runtime.orchestrator.chat import Chat, TemplateError
 from stackrl.runtime.transport.messages import NO_ROUTE, Sample, Span
 
@@ -66,7 +66,7 @@ class Conversation:
         self._messages = list(messages)
         self._sequences = [_Sequence(chat.prompt(messages))]
         self._closed = True
-        self.answers: list[str] = []
+        self.answers: list[Answer] = []
         self.sampled = 0
         """Tokens that the engine sampled."""
         self.prefix_breaks = 0
@@ -103,11 +103,11 @@ class Conversation:
         self._sequences[-1].add(self._chat.answer(turn.answer), trained=turn.trained)
         self._add_answer(turn.answer, closed=True)
 
-    def add_message(self, message: Message) -> None:
+    def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what the environment says to the last answer."""
-        self._messages.append(message)
+        self._messages += messages
         try:
-            delta = self._chat.delta(message)
+            delta = self._chat.delta(messages)
         except TemplateError:
             self.prefix_breaks += 1
             self._sequences.append(_Sequence(self._chat.prompt(self._messages)))
@@ -124,7 +124,7 @@ class Conversation:
 
     def _add_answer(self, text: str, *, closed: bool) -> None:
         self._messages.append(assistant(text))
-        self.answers.append(text)
+        self.answers.append(Answer(text, closed=closed))
         self._closed = closed
 
 
@@ -133,8 +133,8 @@ def demonstrate(chat: Chat, messages: Sequence[Message], turns: Sequence[Turn]) 
     conversation = Conversation(chat, messages)
     for turn in turns:
         conversation.add_turn(turn)
-        if turn.message is not None:
-            conversation.add_message(turn.message)
+        if turn.messages:
+            conversation.add_messages(turn.messages)
     return conversation
 
 

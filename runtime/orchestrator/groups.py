@@ -37,12 +37,15 @@ class Rollout(msgspec.Struct, kw_only=True):
     number: int
     environment: str
     reward: float
+    """What it was worth: its rewards, weighted and summed."""
     metrics: dict[str, float]
     turns: int
     sampled: int
     """Tokens that the engine sampled."""
     prefix_breaks: int
     samples: list[Sample]
+    rewards: dict[str, float] = {}
+    """By name, without their weights."""
 
     @property
     def id(self) -> str:

@@ -6,7 +6,7 @@ import asyncio
 import threading
 from collections.abc import Sequence
 
-from stackrl.runtime.environments.base import Environment, Outcome, Task
+from stackrl.runtime.environments.base import Answer, Outcome, Task, TurnEnvironment
 
 BLOCKED_SECONDS = 5.0
 """A thread that has not begun with a reply for so long is left to itself, and a new one takes its place."""
@@ -18,8 +18,8 @@ class Judge:
     def __init__(self) -> None:
         self._loop: asyncio.AbstractEventLoop | None = None
 
-    async def reply(self, environment: Environment, task: Task, answers: Sequence[str]) -> Outcome:
-        """As Environment.reply, which may still run on when this is cancelled."""
+    async def reply(self, environment: TurnEnvironment, task: Task, answers: Sequence[Answer]) -> Outcome:
+        """As TurnEnvironment.reply, which may still run on when this is cancelled."""
         while True:
             loop = self._loop = self._loop or _loop_in_a_thread()
             reply = _Reply(environment, task, list(answers))
@@ -41,7 +41,7 @@ class Judge:
 class _Reply:
     """One call of an environment, and whether it has begun."""
 
-    def __init__(self, environment: Environment, task: Task, answers: list[str]) -> None:
+    def __init__(self, environment: TurnEnvironment, task: Task, answers: list[Answer]) -> None:
         self._environment, self._task, self._answers = environment, task, answers
         self.begun = False
 

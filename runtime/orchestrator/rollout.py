@@ -7,7 +7,7 @@ import logging
 import math
 from dataclasses import dataclass
 
-from stackrl.runtime.environments.base import Environment, Outcome, Task
+from stackrl.runtime.environments.base import Environment, NoRoom, Outcome, Task
 from stackrl.runtime.inference.client import EngineLost
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.conversation import Conversation
@@ -106,33 +106,33 @@ class _Turns:
         self.doing = "nothing had begun"
 
     async def to_the_end(self) -> Rollout:
-        what, limits = self._what, self._limits
-        conversation = Conversation(self._chat, what.task.messages)
+        conversation = Conversation(self._chat, self._what.task.messages)
         outcome: Outcome | None = None
         while outcome is None or not outcome.done:
-            room = min(limits.turn, limits.sequence - len(conversation.prompt))
-            if room < 1:
+            try:
+                await self._answer(conversation)
+            except NoRoom:
+                if outcome is None:
+                    raise
                 break
-            await self._answer(conversation, room)
             outcome = await self._judge(conversation)
             if not outcome.done:
-                conversation.add_message(outcome.message)
-        if outcome is None:
-            raise ValueError(
+                conversation.add_messages(outcome.messages)
+        return self._finished(conversation, outcome)
+
+    async def _answer(self, conversation: Conversation) -> None:
+        what, turn, limits = self._what, len(conversation.answers), self._limits
+        room = min(limits.turn, limits.sequence - len(conversation.prompt))
+        if room < 1:
+            raise NoRoom(
                 f"the prompt of {len(conversation.prompt)} tokens leaves no room for an answer "
                 f"within {limits.sequence}"
             )
-        if not math.isfinite(outcome.reward):
-            raise ValueError(f"reward {outcome.reward}")
-        return self._finished(conversation, outcome)
-
-    async def _answer(self, conversation: Conversation, room: int) -> None:
-        what, turn = self._what, len(conversation.answers)
         self.doing = f"the engine was to give answer {turn + 1}"
         generation = await self._generate(
             conversation.prompt,
             max_tokens=room,
-            temperature=self._limits.temperature,
+            temperature=limits.temperature,
             seed=turn_seed(what.seeds, turn),
             stop=self._chat.stop,
             request=f"{rollout_id(what.group, what.number)}-{turn}",
@@ -150,7 +150,8 @@ class _Turns:
             group=what.group,
             number=what.number,
             environment=what.name,
-            reward=float(outcome.reward),
+            reward=worth(outcome, what.environment),
+            rewards=dict(outcome.rewards),
             metrics=dict(outcome.metrics),
             turns=len(conversation.answers),
             sampled=conversation.sampled,
@@ -159,3 +160,15 @@ class _Turns:
                 rollout_id(what.group, what.number), what.group, what.name, self._limits.temperature
             ),
         )
+
+
+def worth(outcome: Outcome, environment: Environment) -> float:
+    """The sum of an outcome's rewards, each times its weight. Raises ValueError where that is no number."""
+    if not outcome.rewards:
+        raise ValueError("the environment gave no reward")
+    total = math.fsum(
+        environment.weights.get(name, 1.0) * float(reward) for name, reward in outcome.rewards.items()
+    )
+    if not math.isfinite(total):
+        raise ValueError(f"reward {dict(outcome.rewards)}")
+    return total

@@ -150,7 +150,7 @@ def test_every_sampled_token_is_trained_once_and_nothing_else(talks: Talks) -> N
             spans += [Span(start + s.start, start + s.end, s.version) for s in generation.spans]
         for (prompt, generation), (later, _) in pairwise(talks.turns[rollout.id]):
             closed = generation.finish_reason == "stop"
-            assert later[len(prompt) + len(generation.tokens) :] == chat().delta(NO)[closed:]
+            assert later[len(prompt) + len(generation.tokens) :] == chat().delta([NO])[closed:]
         assert np.flatnonzero(sample.loss_mask).tolist() == sampled
         assert sample.spans == spans
         assert not sample.logprobs[sample.loss_mask == 0].any()

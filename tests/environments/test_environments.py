@@ -10,11 +10,22 @@ import jsonschema
 import pytest
 
 from stackrl.runtime.environments import DECLARED, RUNNABLE, EnvironmentRefused, make, schema_of
+from stackrl.runtime.environments.base import Answer
 from stackrl.schemas.environments import Environment, EnvironmentType
 
 
 def environment(type, **args):
     return make(Environment(name="it", type=type, args=args))
+
+
+async def replied(it, task, *answers):
+    """What the environment makes of answers that the model closed."""
+    return await it.reply(task, [Answer(answer) for answer in answers])
+
+
+def worth_of(outcome):
+    """With every reward at its full weight."""
+    return sum(outcome.rewards.values())
 
 
 def test_every_type_of_the_language_has_a_valid_schema():
@@ -54,12 +65,12 @@ async def test_a_clean_demonstration_is_worth_the_most_and_ends_the_rollout(type
         turns = it.demonstration(task, Random(seed), 0.0)
         answers = [turn.answer for turn in turns]
         for count in range(1, len(answers)):
-            outcome = await it.reply(task, answers[:count])
-            assert not outcome.done and outcome.message == turns[count - 1].message
-        last = await it.reply(task, answers)
-        assert last.done and last.message is None and turns[-1].message is None
+            outcome = await replied(it, task, *answers[:count])
+            assert not outcome.done and outcome.messages == turns[count - 1].messages
+        last = await replied(it, task, *answers)
+        assert last.done and not last.messages and not turns[-1].messages
         assert last.metrics["solved"] == 1.0 and turns[-1].trained
-        assert len(turns) > 1 or last.reward == 1.0
+        assert len(turns) > 1 or worth_of(last) == 1.0
 
 
 async def test_rewards_of_reverse_text():
@@ -67,10 +78,10 @@ async def test_rewards_of_reverse_text():
     task = it.task(Random(0))
     assert len(task.data) == 3 and set(task.data) <= {"a", "b"}
     assert task.messages[-1]["content"] == f"reverse: {task.data[::-1]}"
-    assert (await it.reply(task, [task.data])).reward == 1.0
-    assert (await it.reply(task, [""])).reward == 0.0
-    near = await it.reply(task, [task.data[:2]])
-    assert near.reward == pytest.approx(0.8) and near.metrics["solved"] == 0.0
+    assert worth_of(await replied(it, task, task.data)) == 1.0
+    assert worth_of(await replied(it, task, "")) == 0.0
+    near = await replied(it, task, task.data[:2])
+    assert worth_of(near) == pytest.approx(0.8) and near.metrics["solved"] == 0.0
 
 
 def test_noise_replaces_letters_at_its_rate():
@@ -84,11 +95,11 @@ def test_noise_replaces_letters_at_its_rate():
 async def test_tries_lower_the_reward_and_end():
     it = environment("reverse_text_tries", letters=[4, 4], tries=3, penalty=0.1)
     task = it.task(Random(1))
-    first = await it.reply(task, ["????"])
-    assert (first.done, first.message["content"]) == (False, "no, try again")
-    assert (await it.reply(task, ["????", task.data])).reward == pytest.approx(0.9)
-    third = await it.reply(task, ["????", "????", task.data[:2]])
-    assert third.done and third.reward == pytest.approx(0.8 * 2 * 2 / 6)
+    first = await replied(it, task, "????")
+    assert (first.done, first.messages[0]["content"]) == (False, "no, try again")
+    assert worth_of(await replied(it, task, "????", task.data)) == pytest.approx(0.9)
+    third = await replied(it, task, "????", "????", task.data[:2])
+    assert third.done and worth_of(third) == pytest.approx(0.8 * 2 * 2 / 6)
 
 
 def test_early_mistakes_of_clean_demonstrations_are_not_learnt():
@@ -109,7 +120,7 @@ async def test_swapped_words_may_come_with_spaces_and_capitals():
     first, second = task.messages[-1]["content"].split()
     assert task.data == f"{second} {first}" and first != second
     assert [m["role"] for m in task.messages] == ["user", "assistant"] * 2 + ["user"]
-    assert (await it.reply(task, [f" {second.upper()} {first}\n"])).reward == 1.0
+    assert worth_of(await replied(it, task, f" {second.upper()} {first}\n")) == 1.0
 
 
 def test_the_registry_imports_no_torch():

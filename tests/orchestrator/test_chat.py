@@ -51,7 +51,7 @@ def test_the_prompt_is_the_rendered_template():
 def test_two_turns_are_one_sequence_and_equal_the_rendered_history():
     conversation = Conversation(chat(), [user("reverse: abc")])
     conversation.add_generation(generation(chat().answer("cab"), Version(1, 0), Version(1, 1)))
-    conversation.add_message(user("no, try again"))
+    conversation.add_messages([user("no, try again")])
     second_prompt = list(conversation.prompt)
     history = [user("reverse: abc"), assistant("cab"), user("no, try again")]
     assert second_prompt == chat().prompt(history)
@@ -66,7 +66,7 @@ def test_two_turns_are_one_sequence_and_equal_the_rendered_history():
     assert covered.tolist() == sample.loss_mask.tolist(), "spans cover the sampled tokens and no others"
     assert sample.logprobs[sample.loss_mask == 1].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4] * 2)
     assert not sample.logprobs[sample.loss_mask == 0].any()
-    assert conversation.answers == ["cab", "cba"] and conversation.prefix_breaks == 0
+    assert [answer.text for answer in conversation.answers] == ["cab", "cba"] and conversation.prefix_breaks == 0
 
 
 def told(conversation, answer):
@@ -81,7 +81,7 @@ def test_routes_of_several_turns_are_those_of_all_tokens_but_the_last():
     assert conversation.routed == 0
     conversation.add_generation(told(conversation, "cab"))
     assert conversation.routed == len(conversation.prompt) - 1
-    conversation.add_message(user("no, try again"))
+    conversation.add_messages([user("no, try again")])
     conversation.add_generation(told(conversation, "cba"))
     [sample] = conversation.samples("0-0", 0, "tries", 1.0)
     assert sample.routes[:-1].tolist() == routes_of(sample.tokens[:-1].tolist()).tolist()
@@ -92,7 +92,7 @@ def test_routes_of_an_engine_that_stops_telling_them_are_those_that_it_told():
     conversation = Conversation(chat(), [user("x")])
     conversation.add_generation(told(conversation, "a"))
     known = conversation.routed
-    conversation.add_message(user("y"))
+    conversation.add_messages([user("y")])
     conversation.add_generation(generation(chat().answer("b"), Version(1, 0)))
     [sample] = conversation.samples("0-0", 0, "e", 1.0)
     assert (sample.routes[known:] == NO_ROUTE).all() and (sample.routes[:known] >= 0).all()
@@ -111,7 +111,7 @@ def test_an_answer_that_was_cut_off_is_closed_without_being_trained():
     conversation = Conversation(chat(), [user("x")])
     cut = chat().answer("abcdef")[:4]
     conversation.add_generation(generation(cut, Version(1, 0)))
-    conversation.add_message(user("y"))
+    conversation.add_messages([user("y")])
     assert conversation.prompt == chat().prompt([user("x"), assistant("abcd"), user("y")])
     conversation.add_generation(generation(chat().answer("z"), Version(1, 0)))
     [sample] = conversation.samples("0-0", 0, "e", 1.0)
@@ -124,7 +124,7 @@ def test_tokens_that_text_would_not_give_again_are_kept():
     assert len(spelt) == 4 and len(chat()._tokenizer.encode("user")) == 1
     conversation = Conversation(chat(), [user("x")])
     conversation.add_generation(generation([*spelt, chat().stop], Version(1, 0)))
-    conversation.add_message(user("y"))
+    conversation.add_messages([user("y")])
     assert conversation.prompt != chat().prompt([user("x"), assistant("user"), user("y")])
     assert conversation.answers == ["user"] and conversation.prefix_breaks == 0
     [sample] = conversation.samples("0-0", 0, "e", 1.0)
@@ -133,12 +133,12 @@ def test_tokens_that_text_would_not_give_again_are_kept():
 
 def test_demonstrations_are_tokenised_like_rollouts():
     messages, no = [user("reverse: abc")], user("no, try again")
-    shown = demonstrate(chat(), messages, [Turn("cab", trained=False, message=no), Turn("cba")])
+    shown = demonstrate(chat(), messages, [Turn("cab", trained=False, messages=[no]), Turn("cba")])
     rolled = Conversation(chat(), messages)
     for answer in ("cab", "cba"):
         rolled.add_generation(generation(chat().answer(answer), Version(1, 0)))
         if answer == "cab":
-            rolled.add_message(no)
+            rolled.add_messages([no])
     [shown_sample], [rolled_sample] = (c.samples("0-0", 0, "e", 1.0) for c in (shown, rolled))
     assert shown_sample.tokens.tolist() == rolled_sample.tokens.tolist()
     assert text(shown_sample.tokens[shown_sample.loss_mask == 1]) == "cba<|im_end|>"
@@ -148,7 +148,7 @@ def test_demonstrations_are_tokenised_like_rollouts():
 def test_a_template_that_rewrites_earlier_answers_does_not_break_the_prefix():
     conversation = Conversation(with_template(QWEN_LIKE), [user("x")])
     conversation.add_generation(generation(chat().answer("<think>hm</think>a"), Version(1, 0)))
-    conversation.add_message(user("y"))
+    conversation.add_messages([user("y")])
     assert "<think>hm</think>a<|im_end|>" in text(conversation.prompt)
     assert conversation.prefix_breaks == 0
 
@@ -158,7 +158,7 @@ def test_a_message_that_breaks_the_prefix_starts_a_new_sample_and_is_counted():
     template = CHAT_TEMPLATE.replace("<|im_end|>\n{% endfor %}", mark + "<|im_end|>\n{% endfor %}")
     conversation = Conversation(with_template(template), [user("x")])
     conversation.add_generation(generation(chat().answer("a"), Version(1, 0)))
-    conversation.add_message({"role": "system", "content": "again"})
+    conversation.add_messages([{"role": "system", "content": "again"}])
     conversation.add_generation(generation(chat().answer("b"), Version(1, 1)))
     first, second = conversation.samples("0-0", 0, "e", 1.0)
     assert conversation.prefix_breaks == 1
