@@ -7,10 +7,10 @@
 # There is no entry point: SkyPilot and pyxis start their own commands in it.
 FROM python:3.12-slim-bookworm
 
-# what SkyPilot needs in a container, and a compiler for the kernels that Triton and torch.compile make
+# what SkyPilot needs in a container, sandboxes, and a compiler for the kernels that Triton and torch.compile make
 RUN apt-get update \
     && apt-get install -y --no-install-recommends \
-        build-essential ca-certificates curl git libnuma1 netcat-openbsd openssh-client openssh-server \
+        bubblewrap build-essential ca-certificates curl git libnuma1 netcat-openbsd openssh-client openssh-server \
         procps rsync sudo util-linux \
     && rm -rf /var/lib/apt/lists/*
 

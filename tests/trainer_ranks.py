@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from loopback import free_port
 from rank_processes import on_ranks
 from torch import Tensor
-from trainer_runs import free_port, make_batches, make_samples
+from trainer_runs import make_batches, make_samples
 
 from stackrl.runtime.trainer import losses
 from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.optimizer import global_norm
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.ranks import Rank, join, leave
+from stackrl.runtime.trainer.reference import make_reference
 from stackrl.runtime.trainer.step import Objective, accumulate
 from stackrl.runtime.transport.messages import Sample
-from stackrl.schemas.algorithm import AipoLoss, GrpoLoss
+from stackrl.schemas.losses import AipoLoss, Divergence, GrpoLoss, GspoLoss
 from stackrl.schemas.trainer import Trainer
 
 MAX_TOKENS = 16
@@ -29,6 +31,14 @@ OBJECTIVES = {
     "grpo, sequence": Objective(losses.make(GrpoLoss(type="grpo")), "sequence", MAX_TOKENS),
     "aipo, constant": Objective(losses.make(AipoLoss()), "constant", MAX_TOKENS),
     "supervised": Objective(losses.supervised, "token", MAX_TOKENS),
+}
+REFERRING = {
+    "gspo, kl": Objective(
+        losses.make(GspoLoss(type="gspo", clip_low=0.5, clip_high=2.0, kl=Divergence(coefficient=0.1))),
+        "sequence",
+        MAX_TOKENS,
+        refers=True,
+    )
 }
 
 
@@ -43,6 +53,8 @@ class Case:
     recompute: bool = False
     trainer: dict[str, Any] = field(default_factory=dict)
     """Other settings of `trainer:`."""
+    reference: Path | None = None
+    """The weights that the trainer keeps, for objectives of REFERRING."""
 
 
 @dataclass(frozen=True)
@@ -72,9 +84,12 @@ def outcome(meshes: Meshes, case: Case, samples: list[Sample] | None = None) -> 
     activations = "full" if case.recompute else "none"
     settings = {"activation_checkpointing": activations, "head_chunk": 32} | case.trainer
     decoder = build(case.model, Trainer(**settings), "float32", meshes)
+    reference = None
+    if case.reference:
+        reference = make_reference(decoder, case.reference, Trainer(**settings), "float32", meshes)
     samples = samples or make_samples(case.samples, seed=5)
     batch = make_batches(samples, dist.get_world_size(), case.capacity)[dist.get_rank()]
-    totals = accumulate(decoder, batch, OBJECTIVES[case.objective])
+    totals = accumulate(decoder, batch, (OBJECTIVES | REFERRING)[case.objective], reference)
     norm = global_norm(decoder.parameters())
     with torch.no_grad():
         for parameter in decoder.parameters():

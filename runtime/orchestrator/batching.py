@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from stackrl.runtime.orchestrator.packing import Cost, pack
-from stackrl.runtime.transport.messages import NO_ROUTE, Batch, MicroBatch, Sample
+from stackrl.runtime.transport.messages import CE, NO_ROUTE, REF_KL, RL, Batch, MicroBatch, Sample
 
 DEMONSTRATION = "demonstration"
 """The name of every document that no rollout made."""
@@ -48,8 +48,9 @@ def build(
 
     Raises ValueError for a sample longer than a micro-batch.
     """
-    tokens = sum(int(sample.loss_mask.sum()) for sample in samples)
-    measured = _packed(held_out, layout) if held_out else [[]] * layout.ranks
+    tokens, ce_tokens, ref_kl_tokens = (_marked(samples, component) for component in (RL, CE, REF_KL))
+    sequences = sum(bool((sample.loss_mask == RL).any()) for sample in samples)
+    measured = _packed(held_out, place.step, layout) if held_out else [[]] * layout.ranks
     return [
         Batch(
             incarnation=place.incarnation,
@@ -60,24 +61,33 @@ def build(
             rank=rank,
             ranks=layout.ranks,
             tokens=tokens,
-            sequences=len(samples),
+            sequences=sequences,
+            ce_tokens=ce_tokens,
+            ref_kl_tokens=ref_kl_tokens,
             checkpoint=place.checkpoint,
             last_of_stage=place.last_of_stage,
             micro_batches=micro_batches,
             report=place.report,
             held_out=measured[rank],
         )
-        for rank, micro_batches in enumerate(_packed(samples, layout))
+        for rank, micro_batches in enumerate(_packed(samples, place.step, layout))
     ]
 
 
-def _packed(samples: Sequence[Sample], layout: Layout) -> list[list[MicroBatch]]:
+def _marked(samples: Sequence[Sample], component: int) -> int:
+    return sum(int(np.count_nonzero(sample.loss_mask == component)) for sample in samples)
+
+
+def _packed(samples: Sequence[Sample], step: int, layout: Layout) -> list[list[MicroBatch]]:
     """The micro-batches of each rank."""
     lengths = [len(sample.tokens) for sample in samples]
     dealt = pack(lengths, layout.capacity, layout.ranks // layout.context, layout.cost)
     names = document_names(samples)
     per_share = [
-        [micro_batch([samples[i] for i in content], [names[i] for i in content]) for content in contents]
+        [
+            micro_batch([samples[i] for i in content], [names[i] for i in content], step)
+            for content in contents
+        ]
         for contents in dealt
     ]
     return [per_share[rank // layout.context] for rank in range(layout.ranks)]
@@ -94,8 +104,10 @@ def document_names(samples: Sequence[Sample]) -> list[str]:
     return names
 
 
-def micro_batch(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
-    """The samples back to back, called ``names``; none make an empty micro-batch."""
+def micro_batch(samples: Sequence[Sample], names: Sequence[str], step: int = 0) -> MicroBatch:
+    """The samples back to back, called ``names``, to train the weights of RL step ``step``; none make an
+    empty micro-batch.
+    """
     return MicroBatch(
         tokens=_concatenated([s.tokens for s in samples], "<i4"),
         lengths=np.array([len(s.tokens) for s in samples], dtype="<i4"),
@@ -105,7 +117,31 @@ def micro_batch(samples: Sequence[Sample], names: Sequence[str]) -> MicroBatch:
         temperatures=np.array([s.temperature for s in samples], dtype="<f4"),
         documents=list(names),
         routes=_routes(samples),
+        reference=_reference(samples),
+        ages=_ages(samples, step),
     )
+
+
+def _reference(samples: Sequence[Sample]) -> np.ndarray | None:
+    """Of all tokens, where one of the samples has any."""
+    if all(sample.reference is None for sample in samples):
+        return None
+    unknown = [np.full(len(sample.tokens), np.nan) for sample in samples]
+    known = [sample.reference for sample in samples]
+    return _concatenated([u if k is None else k for u, k in zip(unknown, known, strict=True)], "<f4")
+
+
+def _ages(samples: Sequence[Sample], step: int) -> np.ndarray | None:
+    """Of all tokens, where one of the samples was sampled."""
+    if not any(sample.spans for sample in samples):
+        return None
+    ages = np.zeros(sum(len(sample.tokens) for sample in samples), "<i4")
+    begin = 0
+    for sample in samples:
+        for span in sample.spans:
+            ages[begin + span.start : begin + span.end] = step - span.version.step
+        begin += len(sample.tokens)
+    return ages
 
 
 def _routes(samples: Sequence[Sample]) -> np.ndarray | None:
@@ -122,4 +158,4 @@ def _routes(samples: Sequence[Sample]) -> np.ndarray | None:
 
 
 def _concatenated(arrays: Sequence[np.ndarray], dtype: str) -> np.ndarray:
-    return np.concatenate([np.empty(0, dtype=dtype), *arrays])
+    return np.concatenate([np.empty(0, dtype=dtype), *arrays], dtype=dtype)

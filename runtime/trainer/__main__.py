@@ -10,6 +10,7 @@ import traceback
 
 from stackrl.runtime import heartbeat
 from stackrl.runtime.checkpoints import CheckpointError
+from stackrl.runtime.own_code import OwnCodeError
 from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.trainer.models.families import ModelError
 from stackrl.runtime.trainer.ranks import Rank, RanksError, claim_cores, join, leave
@@ -21,7 +22,7 @@ from stackrl.runtime.transport.messages import MessageError
 from stackrl.runtime.transport.weights import WeightError
 from stackrl.schemas.degrees import degrees_of
 
-BAD_INPUT = (ModelError, ChangedError)
+BAD_INPUT = (ModelError, ChangedError, OwnCodeError)
 """What will not get better by trying again."""
 FOR_PEOPLE = (
     *BAD_INPUT,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -15,11 +16,13 @@ from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.optimizer import make_optimizer
 from stackrl.runtime.trainer.parallelize import DTYPES, gathered
 from stackrl.runtime.trainer.protocol import Progress, Step
+from stackrl.runtime.trainer.reference import Reference
 from stackrl.runtime.trainer.schedule import rate
 from stackrl.runtime.trainer.step import AGAINST_ENGINE, Objective, train_step
 from stackrl.runtime.trainer.validation import validate
 from stackrl.runtime.transport.messages import Batch, Version
 from stackrl.runtime.transport.weights import Publisher
+from stackrl.schemas.comparison import compares_with_reference
 from stackrl.schemas.stack import Stack, StageSettings, settings_of
 from stackrl.schemas.stages import RlStage, Stage
 
@@ -27,8 +30,18 @@ from stackrl.schemas.stages import RlStage, Stage
 class Learner:
     """What one trainer rank trains, as the Learner of protocol.py: a sharded model."""
 
-    def __init__(self, stack: Stack, model: Decoder, publisher: Publisher | None = None) -> None:
-        """``publisher``: where rank 0 leaves weights for the engines; the other ranks have none."""
+    def __init__(
+        self,
+        stack: Stack,
+        model: Decoder,
+        publisher: Publisher | None = None,
+        reference: Reference | None = None,
+    ) -> None:
+        """``publisher``: where rank 0 leaves weights for the engines; the other ranks have none.
+        ``reference``: tells what losses compare with, where the orchestrator does not.
+
+        Raises OwnCodeError where a loss of the user's own is not there.
+        """
         self.model = model
         self.progress = Progress()
         self.source = publisher.source if publisher else ""
@@ -38,6 +51,10 @@ class Learner:
         self._balance_rate = stack.trainer.mixture.balance_rate
         self._stages = {stage.name: stage for stage in stack.stages}
         self._settings = {stage.name: settings_of(stack, stage) for stage in stack.stages}
+        self._objectives = {
+            stage.name: _objective(stage, self._settings[stage.name]) for stage in stack.stages
+        }
+        self._reference = reference
         self._optimizer: torch.optim.Optimizer | None = None
         self._saver = Saver(next(model.parameters()).device.type)
 
@@ -49,10 +66,11 @@ class Learner:
             self.model,
             self._optimizer,
             batch,
-            _objective(stage, settings),
+            self._objectives[stage.name],
             rate=rate(batch.stage_step, settings.optimizer, stage.steps),
             limit=settings.optimizer.max_gradient_norm,
             balance_rate=self._balance_rate,
+            reference=self._reference if self._objectives[stage.name].refers else None,
         )
         if batch.held_out:
             step = replace(step, metrics=step.metrics | validate(self.model, batch.held_out))
@@ -110,6 +128,12 @@ def _join_in(tensors: Iterable[object]) -> None:
 
 def _objective(stage: Stage, settings: StageSettings) -> Objective:
     if isinstance(stage, RlStage):
-        loss = settings.algorithm.loss
-        return Objective(losses.make(loss), loss.normalize, settings.sampling.max_tokens)
+        algorithm = settings.algorithm
+        return Objective(
+            losses.make(algorithm.loss),
+            algorithm.loss.normalize,
+            settings.sampling.max_tokens,
+            refers=compares_with_reference(settings),
+            distillation=partial(losses.distillation, algorithm.distillation),
+        )
     return Objective(losses.supervised, "token", settings.sampling.max_tokens)

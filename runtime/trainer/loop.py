@@ -232,6 +232,6 @@ class Loop:
 
 def _trained(micro: MicroBatch) -> np.ndarray:
     """int32 [D]: how many tokens of each document are trained."""
-    before = np.concatenate([[0], np.cumsum(micro.loss_mask, dtype="<i4")])
+    before = np.concatenate([[0], np.cumsum(micro.loss_mask != 0, dtype="<i4")])
     ends = np.cumsum(micro.lengths)
     return (before[ends] - before[ends - micro.lengths]).astype("<i4")

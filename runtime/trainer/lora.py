@@ -13,6 +13,7 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -173,6 +174,20 @@ def merged(model: Decoder, read: Callable[[str], Tensor] | None = None) -> Itera
             factors = adapted[name].factors(parameter, lambda own, path=path: _whole(read(f"{path}.{own}")))
             tensor = _sum(tensor, *factors, adapted[name].scale)
         yield name, tensor
+
+
+@contextmanager
+def silent(model: nn.Module) -> Iterator[None]:
+    """Within, adapters add nothing."""
+    adapted = [module for module in model.modules() if isinstance(module, AdaptedLinear | AdaptedExperts)]
+    scales = [module.scale for module in adapted]
+    try:
+        for module in adapted:
+            module.scale = 0.0
+        yield
+    finally:
+        for module, scale in zip(adapted, scales, strict=True):
+            module.scale = scale
 
 
 def adapters(model: Decoder) -> Iterator[tuple[str, Tensor]]:

@@ -13,7 +13,9 @@ from stackrl.runtime.trainer.loop import Loop
 from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.parallelize import build
 from stackrl.runtime.trainer.ranks import Rank, RanksError, broke_off
+from stackrl.runtime.trainer.reference import make_reference
 from stackrl.runtime.transport.weights import make_publisher
+from stackrl.schemas.comparison import trainer_keeps_reference
 from stackrl.schemas.split import has_engines
 
 log = logging.getLogger(__name__)
@@ -32,7 +34,11 @@ def run_trainer(run: RunFolder, me: Rank, meshes: Meshes, token: str) -> None:
         publisher = None
         if me.rank == 0 and has_engines(stack):
             publisher = resources.enter_context(closing(make_publisher(run, stack, token)))
-        learner = Learner(stack, model, publisher)
+        reference = None
+        if trainer_keeps_reference(stack):
+            heartbeat.note("loading the reference")
+            reference = make_reference(model, run.model, stack.trainer, compute, meshes)
+        learner = Learner(stack, model, publisher, reference)
         found = run.restore()
         if found:
             heartbeat.note(f"restoring {found}")

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
-from torch.distributed.fsdp import FSDPModule
 
+from stackrl.runtime.trainer.forward_only import forward_only
 from stackrl.runtime.trainer.models.decoder import Decoder
 from stackrl.runtime.trainer.parallelize import computes_on
-from stackrl.runtime.trainer.step import EMPTY, prepare
+from stackrl.runtime.trainer.prepared import EMPTY, prepare
 from stackrl.runtime.transport.messages import MicroBatch
 
 
@@ -24,16 +24,11 @@ def validate(model: Decoder, micro_batches: Sequence[MicroBatch]) -> dict[str, f
     """
     began, device = time.monotonic(), computes_on(model)
     sums = torch.zeros(2, dtype=torch.float64, device=device)
-    model.eval()
-    with torch.no_grad():
+    with forward_only(model):
         for micro in micro_batches:
             part = prepare(micro if len(micro.tokens) else EMPTY, device, model.context)
             logprobs, _ = model(part.tokens, part.layout, part.predictors, part.targets, part.temperatures)
             sums += torch.stack([-logprobs.double().sum(), sums.new_tensor(len(part.own))])
-    model.train()
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # what is whole would be let go by a backward pass, and there was none
     dist.all_reduce(sums)
     total, tokens = sums.tolist()
     loss = total / max(1.0, tokens)

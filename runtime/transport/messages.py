@@ -12,13 +12,17 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 3
+WIRE_VERSION = 4
 MAX_MESSAGE_BYTES = 1 << 30
 DTYPES = ("<i4", "<i8", "<f4", "|u1", "|i1", "<i2")
 ROUTES_DTYPES = ("|i1", "<i2")
 """Of the experts that tokens go through: the first where they are at most 128 in a layer."""
 NO_ROUTE = -1
 """In place of the experts of a token for which the trainer's router is to choose."""
+RL, CE, REF_KL = 1, 2, 3
+"""What a token is trained by, in a `loss_mask`: the stage's own loss (in a stage with rewards that of
+reinforcement learning, in a supervised one cross-entropy), cross-entropy, or the divergence from a reference
+or teacher. Each is divided by the number of its own tokens in the step. 0: the token is not trained."""
 
 M = TypeVar("M", bound=msgspec.Struct)
 
@@ -60,12 +64,14 @@ class Span(msgspec.Struct, frozen=True, array_like=True):
 class Sample(msgspec.Struct, kw_only=True):
     """One training sequence of T tokens: a prompt, sampled tokens and the environment's replies between them.
 
-    ``tokens`` int32 [T]; ``loss_mask`` uint8 [T], 1 where the token was sampled by the engine (or, in a
-    demonstration, is to be learnt); ``logprobs`` float32 [T], the engine's logprob of each sampled token at
-    the sampling temperature, 0 elsewhere; ``spans`` cover exactly the sampled tokens (empty in a
-    demonstration); ``advantage`` holds for all sampled tokens. ``routes`` int8 or int16 [T, L, k], where the
-    engine has told them: the k experts that each token went through in each of the model's L layers, NO_ROUTE
-    where that is not known; in layers without experts they mean nothing.
+    ``tokens`` int32 [T]; ``loss_mask`` uint8 [T], what each token is trained by (RL, CE or REF_KL), 0 where
+    it is not; ``logprobs`` float32 [T], the engine's logprob of each sampled token at the sampling
+    temperature, 0 elsewhere; ``spans`` cover exactly the sampled tokens (empty in a demonstration);
+    ``advantage`` holds for all sampled tokens. ``routes`` int8 or int16 [T, L, k], where the engine has told
+    them: the k experts that each token went through in each of the model's L layers, NO_ROUTE where that is
+    not known; in layers without experts they mean nothing. ``reference`` float32 [T], where one was asked:
+    the logprob of the same tokens by a fixed reference or teacher at the sampling temperature, 0 in places
+    that it was not asked for.
     """
 
     rollout: str
@@ -78,6 +84,7 @@ class Sample(msgspec.Struct, kw_only=True):
     advantage: float = 0.0
     temperature: float = 1.0
     routes: np.ndarray | None = None
+    reference: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         length = len(self.tokens)
@@ -86,6 +93,8 @@ class Sample(msgspec.Struct, kw_only=True):
         _check_array("loss_mask", self.loss_mask, "|u1", (length,))
         _check_array("logprobs", self.logprobs, "<f4", (length,))
         _check_routes(self.routes, length)
+        _check_optional("reference", self.reference, "<f4", (length,))
+        _check_components(self.loss_mask)
         _require(not self.loss_mask[0], "the first token of a sample has no logprob and cannot be trained")
         _require(math.isfinite(self.advantage), f"advantage {self.advantage} is not finite")
         end = 0
@@ -98,36 +107,15 @@ class Sample(msgspec.Struct, kw_only=True):
         return min(span.version for span in self.spans)
 
 
-class Group(msgspec.Struct, kw_only=True):
-    """All rollouts of one prompt that were finished. ``planned`` counts those that were started.
-
-    ``rewards`` float, one per rollout; ``samples`` may hold several of one rollout (when a chat template
-    broke the token prefix between turns).
-    """
-
-    id: int
-    environment: str
-    planned: int
-    rollouts: list[str]
-    rewards: list[float]
-    samples: list[Sample]
-
-    def __post_init__(self) -> None:
-        _require(
-            len(self.rollouts) == len(self.rewards) <= self.planned, "a group lists one reward per rollout"
-        )
-        _require(
-            {s.rollout for s in self.samples} <= set(self.rollouts), "a sample of another group's rollout"
-        )
-
-
 class MicroBatch(msgspec.Struct, kw_only=True):
     """Packed sequences that go through the model at once: T tokens of D documents, back to back.
 
     ``documents`` names them: a rollout (``12-3``), further sequences of the same rollout (``12-3/1``), or
     ``demonstration``. ``lengths`` int32 [D], summing to T; the other arrays as in Sample, ``advantages`` and
     ``temperatures`` float32 [D] one per document. An empty micro-batch (T = 0) keeps data-parallel ranks in
-    step. ``routes`` are given where one of the sequences has them.
+    step. ``routes`` are given where one of the sequences has them, and so is ``reference``, NaN in the
+    others. ``ages`` int32 [T], where anything was sampled: RL steps between the weights that sampled a token
+    and those that the batch trains, 0 for other tokens.
     """
 
     tokens: np.ndarray
@@ -138,6 +126,8 @@ class MicroBatch(msgspec.Struct, kw_only=True):
     temperatures: np.ndarray
     documents: list[str]
     routes: np.ndarray | None = None
+    reference: np.ndarray | None = None
+    ages: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         length, documents = len(self.tokens), len(self.lengths)
@@ -148,6 +138,9 @@ class MicroBatch(msgspec.Struct, kw_only=True):
         _check_array("advantages", self.advantages, "<f4", (documents,))
         _check_array("temperatures", self.temperatures, "<f4", (documents,))
         _check_routes(self.routes, length)
+        _check_optional("reference", self.reference, "<f4", (length,))
+        _check_optional("ages", self.ages, "<i4", (length,))
+        _check_components(self.loss_mask)
         _require(int(self.lengths.sum()) == length, "lengths do not add up to the tokens")
         _require(bool((self.lengths > 0).all()), "an empty document")
         _require(len(self.documents) == documents, f"{len(self.documents)} names for {documents} documents")
@@ -158,9 +151,10 @@ class Batch(msgspec.Struct, kw_only=True):
 
     ``index`` counts optimizer steps of the run, supervised ones included; ``step`` is the RL step whose
     weights the batch trains (the result is version ``step + 1``; a supervised batch leaves it as it is).
-    ``tokens`` and ``sequences`` are the global denominators over all ranks and micro-batches. With
-    ``report`` each rank sends Logprobs of it back. Of ``held_out`` only the loss is measured, after the step;
-    all ranks have some, or none has.
+    The global denominators, over all ranks and micro-batches, are ``tokens`` marked RL, ``sequences`` that
+    have any of them, ``ce_tokens`` marked CE and ``ref_kl_tokens`` marked REF_KL. With ``report`` each rank
+    sends Logprobs of it back. Of ``held_out`` only the loss is measured, after the step; all ranks have some,
+    or none has.
     """
 
     incarnation: int
@@ -177,10 +171,13 @@ class Batch(msgspec.Struct, kw_only=True):
     micro_batches: list[MicroBatch]
     report: bool = False
     held_out: list[MicroBatch] = []
+    ce_tokens: int = 0
+    ref_kl_tokens: int = 0
 
     def __post_init__(self) -> None:
         _require(0 <= self.rank < self.ranks, f"rank {self.rank} of {self.ranks}")
-        _require(self.tokens >= 0 and self.sequences >= 0, "negative denominators")
+        denominators = (self.tokens, self.sequences, self.ce_tokens, self.ref_kl_tokens)
+        _require(min(denominators) >= 0, "negative denominators")
 
 
 class End(msgspec.Struct, kw_only=True):
@@ -320,6 +317,16 @@ def _check_array(name: str, array: np.ndarray, dtype: str, shape: tuple[int, ...
         array.dtype.str == dtype and array.shape == shape,
         f"{name} is {array.dtype.str} {list(array.shape)}, expected {dtype} {list(shape)}",
     )
+
+
+def _check_optional(name: str, array: np.ndarray | None, dtype: str, shape: tuple[int, ...]) -> None:
+    if array is not None:
+        _check_array(name, array, dtype, shape)
+
+
+def _check_components(loss_mask: np.ndarray) -> None:
+    largest = int(loss_mask.max(initial=0))
+    _require(largest <= REF_KL, f"a token is marked {largest}, which is none of {RL}, {CE} and {REF_KL}")
 
 
 def _check_routes(routes: np.ndarray | None, length: int) -> None:

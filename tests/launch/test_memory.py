@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import step_memory
@@ -119,6 +120,18 @@ def test_what_a_step_makes_for_a_moment():
     assert frozen["backward"]["gradients"] == pytest.approx(4 * adapters / 8)
     assert frozen["backward"]["a layer's gradients"] == pytest.approx(6 * adapters / 36)
     assert frozen["head"]["logits"] == 512 * rows * 2 + 3 * 4 * 2**26
+
+
+def test_a_reference_is_a_second_copy_of_the_masters():
+    model = shape("Qwen/Qwen3-4B")
+    made = settings(ranks=8, sequence_length=16384)
+    plain, both = (trainer_phases(model, replace(made, reference=kept)) for kept in (False, True))
+    for phase, parts in both.items():
+        assert parts["reference"] == parts["parameters"] == plain[phase]["parameters"]
+        assert sum(parts.values()) == sum(plain[phase].values()) + parts["reference"]
+    away = settings(ranks=8, sequence_length=16384, optimizer_offload=True)
+    assert trainer_phases(model, replace(away, reference=True))["backward"]["reference"] == 0
+    assert host_parts(model, replace(away, reference=True))["reference"] == both["publish"]["reference"]
 
 
 def test_what_saves_memory_saves_it():
@@ -406,7 +419,7 @@ MIXTURE = TINY | {
 @pytest.mark.parametrize(
     ("family", "config", "trainer"),
     [
-        ("qwen3", TINY | {"tie_word_embeddings": True}, {}),
+        pytest.param("qwen3", TINY | {"tie_word_embeddings": True}, {}, marks=pytest.mark.nightly),
         pytest.param(
             "qwen3",
             TINY | {"tie_word_embeddings": True},

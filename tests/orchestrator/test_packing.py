@@ -140,6 +140,29 @@ def test_ranks_that_share_micro_batches_get_the_same():
         assert (batch.tokens, batch.sequences) == (apart[0].tokens, 5)
 
 
+def test_each_token_knows_how_old_it_is_and_what_the_reference_says():
+    samples = [sample(n, 4 + n, 0.0) for n in range(3)]
+    aged = [
+        renamed(samples[0], spans=[Span(1, 3, Version(1, 2)), Span(3, 4, Version(2, 4))]),
+        renamed(samples[1], spans=[]),
+        renamed(samples[2], reference=np.arange(6, dtype="<f4")),
+    ]
+    packed = micro_batch(aged, ["a", "b", "c"], 5)
+    assert packed.ages[:9].tolist() == [0, 3, 3, 1] + [0] * 5
+    assert np.isnan(packed.reference[:9]).all() and packed.reference[9:].tolist() == list(range(6))
+    plain = micro_batch([renamed(s, spans=[]) for s in samples], ["a", "b", "c"])
+    assert plain.ages is None and plain.reference is None
+
+
+def test_each_component_has_its_own_denominator():
+    marked = [np.array(mask, "|u1") for mask in ([0, 2, 1, 1], [0, 0, 2, 2], [0, 3, 3, 0], [0, 0, 0, 0])]
+    samples = [renamed(sample(n, 4, 0.0), loss_mask=mask) for n, mask in enumerate(marked)]
+    place = Place(1, 7, 4, "main", 2, checkpoint=True, last_of_stage=False)
+    for batch in build(samples, place, Layout(capacity=20, ranks=2, cost=COST)):
+        assert (batch.tokens, batch.sequences) == (2, 1)
+        assert (batch.ce_tokens, batch.ref_kl_tokens) == (3, 2)
+
+
 def test_a_rank_without_work_gets_an_empty_micro_batch():
     place = Place(1, 0, 0, "main", 0, checkpoint=False, last_of_stage=False)
     _, idle = build([sample(0, 6, 1.0)], place, Layout(capacity=20, ranks=2, cost=COST))

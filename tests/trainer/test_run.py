@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from loopback import free_port
 from newest_weights import newest_version
 from trainer_runs import (
     LIMIT,
     TOKEN,
-    free_port,
     logs,
     make_batches,
     make_run,

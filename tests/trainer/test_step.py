@@ -13,12 +13,11 @@ import torch
 from trainer_ranks import MAX_TOKENS, OBJECTIVES, Case, outcome, outcomes
 from trainer_runs import make_batches, make_samples
 
-from stackrl.runtime.trainer.losses import TrainedTokens
 from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.runtime.trainer.optimizer import all_finite, make_optimizer
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.step import accumulate, prepare, train_step
-from stackrl.runtime.transport.messages import Sample
+from stackrl.runtime.transport.messages import RL, Sample
 from stackrl.schemas.optimizers import AdamW
 from stackrl.schemas.trainer import Trainer
 
@@ -56,7 +55,7 @@ def test_the_loss_is_the_formula_summed_over_documents(model: Path, mesh: Meshes
             logprobs, _ = decoder(
                 micro.tokens, micro.layout, micro.predictors, micro.targets, micro.temperatures
             )
-        tokens = TrainedTokens(logprobs, micro.engine_logprobs, micro.advantages)
+        tokens = micro.select(RL, logprobs)
         values = OBJECTIVES[objective].loss(tokens).values.double()
         total += {
             "token": values.sum() / trained_tokens,

@@ -58,6 +58,8 @@ def test_a_sample_survives_the_wire():
         ({"tokens": np.array([5.0, 6, 7, 8], dtype="<f4")}, "tokens is <f4"),
         ({"logprobs": np.zeros(3, dtype="<f4")}, "logprobs is <f4 \\[3\\]"),
         ({"loss_mask": np.array([1, 0, 1, 1], dtype="|u1")}, "first token"),
+        ({"loss_mask": np.array([0, 1, 4, 1], dtype="|u1")}, "marked 4"),
+        ({"reference": np.zeros(3, dtype="<f4")}, "reference"),
         ({"advantage": float("nan")}, "not finite"),
         ({"spans": [Span(2, 4, Version(1, 4)), Span(3, 4, Version(1, 5))]}, "does not follow"),
         ({"spans": [Span(2, 9, Version(1, 4))]}, "does not follow"),
@@ -146,7 +148,7 @@ def test_another_wire_version_is_refused(monkeypatch):
     monkeypatch.setattr(messages, "WIRE_VERSION", 1)
     data = encode(End(reason="finished"))
     monkeypatch.undo()
-    with pytest.raises(MessageError, match="wire version 1, this side speaks 3"):
+    with pytest.raises(MessageError, match="wire version 1, this side speaks 4"):
         decode(data, End)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from stackrl.runtime.launch.planning.layer_memory import FLOAT32, LayerMemory, Tokens, layer_memory
 from stackrl.runtime.launch.planning.parameters import LayerParameters, linears, parameters_of
@@ -39,6 +40,12 @@ class Settings:
     """The model's, in which weights are published."""
     optimizers: Sequence[Optimizer]
     """Of the stages; the largest counts."""
+    reference: bool = False
+    """Whether the first weights are kept as a second model (trainer/reference.py)."""
+
+    def __hash__(self) -> int:
+        """By what tells most of those that a plan asks for apart; lists of the stack have no hash."""
+        return hash((self.degrees, self.device, self.dtype))
 
     @property
     def compute(self) -> int:
@@ -87,8 +94,9 @@ class Held:
     """Of the largest matrix, or stack of matrices, that Muon has whole."""
 
 
+@lru_cache(maxsize=64)
 def held(shape: Shape, settings: Settings) -> Held:
-    """What a rank has of a model of ``shape``."""
+    """What a rank has of a model of ``shape``. A plan asks again and again."""
     parameters, adapters = parameters_of(shape), settings.trainer.lora
     share = settings.degrees.expert
     counted = dict(zip(shape.layers, parameters.layers, strict=True))  # most layers are alike
@@ -154,13 +162,14 @@ def tokens_of(settings: Settings) -> Tokens:
     return Tokens(-(-together // settings.degrees.context), together)
 
 
-def layers_memory(shape: Shape, settings: Settings) -> list[LayerMemory]:
-    """One for each layer, in their order."""
+@lru_cache(maxsize=64)
+def layers_memory(shape: Shape, settings: Settings) -> tuple[LayerMemory, ...]:
+    """One for each layer, in their order. A plan asks again and again."""
     tokens, way = tokens_of(settings), settings.trainer.activation_checkpointing
     counted = {
         layer: layer_memory(layer, shape.hidden, tokens, settings.compute, way) for layer in set(shape.layers)
     }
-    return [counted[layer] for layer in shape.layers]
+    return tuple(counted[layer] for layer in shape.layers)
 
 
 def trainer_phases(shape: Shape, settings: Settings) -> dict[str, dict[str, int]]:
@@ -201,6 +210,7 @@ def _state(numbers: Held, settings: Settings) -> dict[str, int]:
     there = 0 if settings.on_host else 1
     return {
         "parameters": there * numbers.masters * FLOAT32,
+        "reference": there * settings.reference * numbers.masters * FLOAT32,
         "gradients": there * numbers.trained * FLOAT32,
         "optimizer": there * _moments(numbers, settings),
     }
@@ -282,6 +292,7 @@ def host_parts(shape: Shape, settings: Settings) -> dict[str, int]:
     parts = {"checkpoint": state}
     if settings.on_host:
         parts["parameters, gradients, optimizer"] = state + numbers.trained * FLOAT32
+        parts["reference"] = settings.reference * numbers.masters * FLOAT32
     if settings.stows:
         parts["activations"] = sum(layer.stored - layer.integers for layer in layers_memory(shape, settings))
     return parts

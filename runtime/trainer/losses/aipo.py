@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from stackrl.runtime.trainer.losses.tokens import TokenLoss, TrainedTokens
-from stackrl.schemas.algorithm import AipoLoss
+from stackrl.schemas.losses import AipoLoss
 
 
 def aipo(settings: AipoLoss, tokens: TrainedTokens) -> TokenLoss:

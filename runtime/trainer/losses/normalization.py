@@ -9,22 +9,22 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stackrl.schemas.algorithm import Normalize
+from stackrl.runtime.trainer.losses.sequences import Sequences
+from stackrl.schemas.losses import Normalize
 
 
 def token_weights(
-    normalize: Normalize, documents: Tensor, *, tokens: int, sequences: int, max_tokens: int
+    normalize: Normalize, of: Sequences, *, tokens: int, sequences: int, max_tokens: int
 ) -> Tensor:
-    """float32 [N], one weight per trained token.
+    """float32 [N], one weight per trained token, whose sequences are ``of``.
 
-    ``documents`` int64 [N]: which document of the micro-batch each trained token belongs to; a document lies
-    whole in one micro-batch. ``tokens`` and ``sequences``: trained tokens and documents of the whole step.
-    `token`: 1 / tokens; `sequence`: 1 / (sequences · trained tokens of the document); `constant`:
+    ``tokens`` and ``sequences``: trained tokens, and sequences that have any, of the whole step.
+    `token`: 1 / tokens; `sequence`: 1 / (sequences · trained tokens of the sequence); `constant`:
     1 / (sequences · max_tokens).
     """
     if normalize == "token":
-        return torch.full_like(documents, 1.0 / max(1, tokens), dtype=torch.float32)
+        return torch.full_like(of.of, 1.0 / max(1, tokens), dtype=torch.float32)
     if normalize == "constant":
-        return torch.full_like(documents, 1.0 / (max(1, sequences) * max_tokens), dtype=torch.float32)
-    trained = torch.bincount(documents)[documents]
+        return torch.full_like(of.of, 1.0 / (max(1, sequences) * max_tokens), dtype=torch.float32)
+    trained = of.lengths.index_select(0, of.of)
     return 1.0 / (max(1, sequences) * trained.float())

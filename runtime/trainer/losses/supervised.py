@@ -1,12 +1,10 @@
-"""Cross-entropy on demonstrations."""
+"""Cross-entropy: on demonstrations, and on tokens that are marked for it beside others."""
 
 from __future__ import annotations
-
-import torch
 
 from stackrl.runtime.trainer.losses.tokens import TokenLoss, TrainedTokens
 
 
 def supervised(tokens: TrainedTokens) -> TokenLoss:
     """−log π."""
-    return TokenLoss(-tokens.logprobs, capped=torch.zeros_like(tokens.logprobs, dtype=torch.bool))
+    return TokenLoss(-tokens.logprobs)
