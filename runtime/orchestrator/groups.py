@@ -7,12 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from stackrl.runtime.orchestrator.advantages import advantages, has_signal
-from stackrl.runtime.transport.messages import Group, Sample
-from stackrl.schemas.algorithm import Advantage
-
-SMALLEST_GROUP = 2
-"""Fewer rollouts have no mean to be compared with."""
+from stackrl.runtime.transport.messages import Sample
 
 
 @dataclass(frozen=True)
@@ -68,11 +63,8 @@ class FinishedGroup:
         return [rollout.reward for rollout in self.rollouts]
 
     @property
-    def usable(self) -> bool:
-        return len(self.rollouts) >= SMALLEST_GROUP
-
-    @property
     def has_signal(self) -> bool:
+        """Whether its rewards differ."""
         return has_signal(self.rewards)
 
     @property
@@ -80,23 +72,7 @@ class FinishedGroup:
         """The oldest RL step among the sampled tokens."""
         return min(sample.oldest().step for rollout in self.rollouts for sample in rollout.samples)
 
-    def message(self, settings: Advantage) -> Group:
-        """The group with its advantages."""
-        samples = [
-            msgspec.structs.replace(sample, advantage=advantage)
-            for rollout, advantage in zip(self.rollouts, advantages(self.rewards, settings), strict=True)
-            for sample in rollout.samples
-        ]
-        return Group(
-            id=self.plan.id,
-            environment=self.plan.environment,
-            planned=self.plan.size,
-            rollouts=[rollout.id for rollout in self.rollouts],
-            rewards=self.rewards,
-            samples=samples,
-        )
 
-
-def training_samples(groups: Sequence[FinishedGroup], settings: Advantage) -> list[Sample]:
-    """What ``groups`` teach, in their order: by id, and within each by number, in every life of a batch."""
-    return [sample for group in groups for sample in group.message(settings).samples]
+def has_signal(rewards: Sequence[float]) -> bool:
+    """Whether a comparison of ``rewards`` tells anything: it does not where all of them are equal."""
+    return len(rewards) > 0 and min(rewards) != max(rewards)
