@@ -14,7 +14,19 @@ Positive = Annotated[int, Field(ge=1)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 
 
-class PretrainedModel(Model):
+class Speaking(Model):
+    """How a model's turns are written and read."""
+
+    renderer: Literal["auto", "chatml", "qwen3", "qwen3_coder", "glm", "minimax_m2", "llama3"] = "auto"
+    """Family of the chat template: how a turn ends and tools are called; `auto` tells it by the template."""
+    thoughts: Literal["keep", "template"] = "keep"
+    """Thoughts of earlier turns: `keep` them as they were sampled, or do as the `template` does.
+
+    Where that drops them a new training sequence begins, and `prefix_breaks` counts it.
+    """
+
+
+class PretrainedModel(Speaking):
     """A model of the Hugging Face hub, or a local folder in its format."""
 
     init: Literal["pretrained"] = "pretrained"
@@ -98,7 +110,7 @@ class Shape(TypedDict, total=False):
     """Width of one of its heads (glm_moe_dsa)."""
 
 
-class RandomModel(Model):
+class RandomModel(Speaking):
     """A model built from nothing, with a tokenizer that needs no download."""
 
     init: Literal["random"]
@@ -113,7 +125,7 @@ class RandomModel(Model):
     """Keys of the family's Hugging Face config: hidden_size, num_hidden_layers, num_attention_heads …"""
 
 
-class PackagedModel(Model):
+class PackagedModel(Speaking):
     """A model that a Python package ships as a GGUF file (no hub needed)."""
 
     init: Literal["package"]

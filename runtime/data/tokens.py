@@ -72,10 +72,11 @@ class Tokenizing:
                     )
                 yield tokens
                 tokens, text = Tokens([], []), ""
-            written = self._written(document, number, header)
+            written, end = self._written(document, number, header)
             tokens.add(self._chat.encode_after(header[len(text) :], closed=bool(text)), learnt=False)
-            tokens.add([*self._chat.encode_after(written, closed=True), self._chat.stop], learnt=True)
-            text = header + written + self._chat.stop_text
+            for piece in (written, end):
+                tokens.add(self._chat.encode_after(piece, closed=True), learnt=True)
+            text = header + written + end
         if text:
             yield tokens
 
@@ -87,8 +88,8 @@ class Tokenizing:
         marked: Message = {**messages[-1], "content": _MARK}
         return self._chat.render([*messages[:-1], marked], tools=document.tools).rpartition(_MARK)[0]
 
-    def _written(self, document: Document, number: int, header: str) -> str:
-        """What message ``number`` says behind ``header``, up to its end-of-turn token."""
+    def _written(self, document: Document, number: int, header: str) -> tuple[str, str]:
+        """What message ``number`` says behind ``header``, and the token that ends its turn."""
         whole = self._chat.render(document.messages[: number + 1], tools=document.tools)
         role, stop = document.messages[number]["role"], self._chat.stop_text
         if not whole.startswith(header):
@@ -96,11 +97,18 @@ class Tokenizing:
                 f"{document.place}: the model's chat template begins message {number} ({role}) otherwise "
                 f"than the prompt of an answer ends: {header[-40:]!r} does not stand before it"
             )
+        if not self._chat.closes_turns:
+            return whole[len(header) :], self._chat.opening(self._following(document, number, whole)) or stop
         written, *rest = whole[len(header) :].split(stop)
         if len(rest) != 1:
             how = "holds" if rest else "does not end with"
             raise DataError(f"{document.place}: message {number} ({role}) {how} the template's own {stop}")
-        return written
+        return written, stop
+
+    def _following(self, document: Document, number: int, whole: str) -> str:
+        """What the template writes behind ``whole`` for the message after ``number``."""
+        more = self._chat.render(document.messages[: number + 2], tools=document.tools)
+        return more[len(whole) :] if more.startswith(whole) else ""
 
     def _shortened(self, document: Document, tokens: Tokens) -> Tokens | None:
         """``tokens``, or what is left of them; None where they are dropped."""

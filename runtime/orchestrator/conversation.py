@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from stackrl.runtime.environments.base import Answer, Message, Turn, assistant
+from stackrl.runtime.environments.base import Answer, Message, Tool, Turn
 from stackrl.runtime.orchestrator.chat import Chat, TemplateError
 from stackrl.runtime.transport.messages import NO_ROUTE, Sample, Span
 
@@ -61,11 +61,15 @@ class _Sequence:
 class Conversation:
     """Messages of a rollout and their tokens. Answers are added, then the environment's messages, in turn."""
 
-    def __init__(self, chat: Chat, messages: Sequence[Message]) -> None:
-        self._chat = chat
+    def __init__(self, chat: Chat, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> None:
+        """``tools`` are told to the model, and calls of them are found in its answers."""
+        self._chat, self._tools = chat, tools
         self._messages = list(messages)
-        self._sequences = [_Sequence(chat.prompt(messages))]
-        self._closed = True
+        self._sequences = [_Sequence(chat.prompt(messages, tools))]
+        self._end: int | None = None
+        """The token with which the last answer ended; None where it was cut off."""
+        self._thoughtful = False
+        """Whether the last sequence has thoughts of the model."""
         self.answers: list[Answer] = []
         self.sampled = 0
         """Tokens that the engine sampled."""
@@ -96,23 +100,26 @@ class Conversation:
                 raise ValueError(f"the engine told routes of {len(generation.routes)} tokens, not {expected}")
             sequence.routes.append(generation.routes)
         self.sampled += len(generation.tokens)
-        self._add_answer(self._chat.text(generation.tokens), closed=self._chat.closed(generation.tokens))
+        self._add_answer(self._chat.text(generation.tokens), self._chat.end(generation.tokens))
 
     def add_turn(self, turn: Turn) -> None:
         """Append an answer of a demonstration."""
-        self._sequences[-1].add(self._chat.answer(turn.answer), trained=turn.trained)
-        self._add_answer(turn.answer, closed=True)
+        tokens = self._chat.answer(turn.answer, turn.messages)
+        self._sequences[-1].add(tokens, trained=turn.trained)
+        self._add_answer(turn.answer, tokens[-1])
 
     def add_messages(self, messages: Sequence[Message]) -> None:
         """Append what the environment says to the last answer."""
         self._messages += messages
+        if self._thoughtful and self._chat.forgets(messages):
+            self._begin_anew()
+            return
         try:
-            delta = self._chat.delta(messages)
+            delta = self._chat.delta(messages, self._end)
         except TemplateError:
-            self.prefix_breaks += 1
-            self._sequences.append(_Sequence(self._chat.prompt(self._messages)))
+            self._begin_anew()
         else:
-            self._sequences[-1].add(delta[1:] if self._closed else delta, trained=False)
+            self._sequences[-1].add(delta, trained=False)
 
     def samples(self, rollout: str, group: int, environment: str, temperature: float) -> list[Sample]:
         """The training sequences: one, and one more for each prefix break."""
@@ -122,15 +129,24 @@ class Conversation:
             if any(sequence.mask)
         ]
 
-    def _add_answer(self, text: str, *, closed: bool) -> None:
-        self._messages.append(assistant(text))
-        self.answers.append(Answer(text, closed=closed))
-        self._closed = closed
+    def _add_answer(self, text: str, end: int | None) -> None:
+        answer = Answer(text, self._chat.calls(text, self._tools), closed=end is not None)
+        self._messages.append(self._chat.remembered(answer))
+        self.answers.append(answer)
+        self._end, self._thoughtful = end, self._thoughtful or self._chat.thought(text)
+
+    def _begin_anew(self) -> None:
+        """Begin a new sequence with the history as the template now writes it."""
+        self.prefix_breaks += 1
+        self._sequences.append(_Sequence(self._chat.prompt(self._messages, self._tools)))
+        self._thoughtful = False
 
 
-def demonstrate(chat: Chat, messages: Sequence[Message], turns: Sequence[Turn]) -> Conversation:
+def demonstrate(
+    chat: Chat, messages: Sequence[Message], turns: Sequence[Turn], tools: Sequence[Tool] = ()
+) -> Conversation:
     """A conversation that goes as ``turns`` say, tokenised as a rollout's is."""
-    conversation = Conversation(chat, messages)
+    conversation = Conversation(chat, messages, tools)
     for turn in turns:
         conversation.add_turn(turn)
         if turn.messages:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from small_runs import chat
+from template_families import FAMILIES, FUNCTIONS, called
 from tokenizers import AddedToken, Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
@@ -132,6 +133,19 @@ def test_tools_and_calls_go_through_the_template():
     [tokens] = sequences(values, of=of)
     assert of._tokenizer.decode(tokens.ids).startswith("tools: add\n<|im_start|>user\n1+1?")
     assert learnt(tokens, of) == ["[{'name': 'add'}]<|im_end|>"]
+
+
+def test_where_no_token_closes_a_turn_the_one_that_opens_the_next_is_learnt():
+    """GLM's models end a turn with the token of whoever speaks next."""
+    of = next(family.chat for family in FAMILIES if family.name == "glm_4_6")
+    call = {"role": "assistant", "content": "", "tool_calls": [called("add", a=1, b=2)]}
+    talk = [*messages(("user", "1+2?")), call, *messages(("tool", "3"), ("assistant", "Three."))]
+    talk += messages(("user", "2+2?"), ("assistant", "Four."))
+    [tokens] = sequences({"messages": talk, "tools": FUNCTIONS}, of=of, longest=4096)
+    of_call, *said = learnt(tokens, of)
+    assert of_call.endswith("</tool_call><|observation|>")
+    assert said == ["\n<think></think>\nThree.<|user|>", "\n<think></think>\nFour.<|user|>"]
+    assert of._tokenizer.decode(tokens.ids) == of.render(talk, tools=FUNCTIONS) + "<|user|>"
 
 
 def test_turns_that_a_template_rewrites_are_refused_or_split():

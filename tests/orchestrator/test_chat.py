@@ -66,7 +66,8 @@ def test_two_turns_are_one_sequence_and_equal_the_rendered_history():
     assert covered.tolist() == sample.loss_mask.tolist(), "spans cover the sampled tokens and no others"
     assert sample.logprobs[sample.loss_mask == 1].tolist() == pytest.approx([-0.1, -0.2, -0.3, -0.4] * 2)
     assert not sample.logprobs[sample.loss_mask == 0].any()
-    assert [answer.text for answer in conversation.answers] == ["cab", "cba"] and conversation.prefix_breaks == 0
+    assert [answer.text for answer in conversation.answers] == ["cab", "cba"]
+    assert conversation.prefix_breaks == 0
 
 
 def told(conversation, answer):
@@ -126,7 +127,7 @@ def test_tokens_that_text_would_not_give_again_are_kept():
     conversation.add_generation(generation([*spelt, chat().stop], Version(1, 0)))
     conversation.add_messages([user("y")])
     assert conversation.prompt != chat().prompt([user("x"), assistant("user"), user("y")])
-    assert conversation.answers == ["user"] and conversation.prefix_breaks == 0
+    assert conversation.answers[0].text == "user" and conversation.prefix_breaks == 0
     [sample] = conversation.samples("0-0", 0, "e", 1.0)
     assert sample.tokens[sample.loss_mask == 1].tolist() == [*spelt, chat().stop]
 
