@@ -2,54 +2,54 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from importlib import import_module
 from typing import Any
 
-from stackrl.runtime.environments.base import Environment
-from stackrl.runtime.environments.reverse_text import ReverseText
-from stackrl.runtime.environments.reverse_text_tries import ReverseTextTries
-from stackrl.runtime.environments.swap_words import SwapWords
+from stackrl.runtime.data.files import DataError
+from stackrl.runtime.environments.base import AgentEnvironment, Environment
 from stackrl.schemas import environments as stack
 
-RUNNABLE: dict[str, type[Environment]] = {
-    "reverse_text": ReverseText,
-    "reverse_text_tries": ReverseTextTries,
-    "swap_words": SwapWords,
-}
 
-DECLARED: dict[str, dict[str, Any]] = {
-    "wordle": {
-        "type": "object",
-        "properties": {
-            "guesses": {"type": "integer", "minimum": 1, "description": "Guesses that the model may make."},
-        },
-        "additionalProperties": False,
-    },
-    "math": {
-        "type": "object",
-        "properties": {
-            "dataset": {"type": "string", "minLength": 1, "description": "Name of the set of problems."},
-        },
-        "required": ["dataset"],
-        "additionalProperties": False,
-    },
-    "swe": {
-        "type": "object",
-        "properties": {
-            "dataset": {"type": "string", "minLength": 1, "description": "Name of the set of tasks."},
-            "sandbox": {
-                "type": "object",
-                "properties": {
-                    "type": {"enum": ["docker", "bwrap"], "description": "What isolates the code."}
-                },
-                "required": ["type"],
-                "additionalProperties": False,
-            },
-        },
-        "required": ["dataset"],
-        "additionalProperties": False,
-    },
-}
-"""Types that the stack's language knows and this version cannot run: the schema of their arguments."""
+class _Registry(Mapping[str, type[Environment]]):
+    """Type → class, whose module is imported when it is asked for: a stack names few of them."""
+
+    def __init__(self, places: Mapping[str, str]) -> None:
+        self._places = places
+
+    def __getitem__(self, type: str) -> type[Environment]:
+        module, _, name = self._places[type].rpartition(".")
+        return getattr(import_module(f"{__name__}.{module}"), name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._places)
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __contains__(self, type: object) -> bool:
+        return type in self._places
+
+
+RUNNABLE = _Registry(
+    {
+        "reverse_text": "reverse_text.ReverseText",
+        "reverse_text_tries": "reverse_text_tries.ReverseTextTries",
+        "swap_words": "swap_words.SwapWords",
+        "sort_words": "sort_words.SortWords",
+        "arithmetic": "arithmetic.Arithmetic",
+        "word_problems": "word_problems.WordProblems",
+        "guess_number": "guess_number.GuessNumber",
+        "wordle": "wordle.Wordle",
+        "tool_use": "tool_use.ToolUse",
+        "math": "math.Math",
+        "dataset": "dataset.Dataset",
+        "python": "python.Python",
+        "swe": "swe.Swe",
+        "verifiers": "verifiers.Verifiers",
+    }
+)
+"""Where the class of each type stands in this package."""
 
 
 class EnvironmentRefused(ValueError):
@@ -58,20 +58,28 @@ class EnvironmentRefused(ValueError):
 
 def schema_of(type: str) -> dict[str, Any]:
     """JSON Schema of the ``args`` of an environment type. Raises KeyError for an unknown one."""
-    return RUNNABLE[type].schema if type in RUNNABLE else DECLARED[type]
+    return RUNNABLE[type].schema
 
 
 def make(environment: stack.Environment) -> Environment:
-    """The environment that a stack describes. Raises EnvironmentRefused where that cannot be."""
-    kind = RUNNABLE.get(environment.type)
-    if kind is None:
-        raise EnvironmentRefused(
-            f"environment {environment.name!r}: type {environment.type!r} cannot run in this version; "
-            f"use one of {', '.join(RUNNABLE)}"
-        )
+    """The environment that a stack describes; one that leads its rollouts does so in worker processes.
+
+    Raises EnvironmentRefused where that cannot be.
+    """
+    made = make_here(environment)
+    if isinstance(made, AgentEnvironment):
+        from stackrl.runtime.environments.workers import in_workers
+
+        weights, made = made.weights, in_workers(made, environment)
+        made.weights = weights
+    return made
+
+
+def make_here(environment: stack.Environment) -> Environment:
+    """As ``make``, with rollouts in this process."""
     try:
-        made = kind(**environment.args)
-    except (TypeError, ValueError) as error:
+        made = RUNNABLE[environment.type].made(environment.args)
+    except (TypeError, ValueError, DataError) as error:
         raise EnvironmentRefused(f"environment {environment.name!r}: {error}") from error
-    made.weights = {**kind.weights, **environment.rewards}
+    made.weights = {**made.weights, **environment.rewards}
     return made

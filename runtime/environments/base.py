@@ -9,7 +9,7 @@ subclass and one line in this package's registry.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
 from typing import Any, ClassVar, Protocol
@@ -106,10 +106,20 @@ class Environment(ABC):
 
     schema: ClassVar[dict[str, Any]]
     """JSON Schema of the stack's ``args``."""
-    weights: ClassVar[Mapping[str, float]] = {}
-    """Of rewards by name, where the stack says nothing else; 1 for those not named."""
+    weights: Mapping[str, float] = {}
+    """Of all rewards by name, where the stack says nothing else; 1 for those not named."""
     tools: Sequence[Tool] = ()
     """What the model may call; it is told of them before the task's first message."""
+
+    @classmethod
+    def made(cls, args: Mapping[str, Any]) -> Environment:
+        """One with the ``args`` of a stack. Raises TypeError or ValueError with what is wrong with them."""
+        return cls(**args)
+
+    @classmethod
+    def reward_names(cls, args: Mapping[str, Any]) -> Collection[str]:
+        """What the rewards are called; empty where only the rollouts themselves tell."""
+        return cls.weights
 
     @abstractmethod
     def task(self, rng: Random) -> Task:
@@ -133,6 +143,12 @@ class TurnEnvironment(Environment):
 
 class AgentEnvironment(Environment):
     """One that leads its rollouts itself."""
+
+    async def start(self) -> None:
+        """Try what its rollouts need, before the first, in the process that leads them.
+
+        An exception says why there can be none, and what to do.
+        """
 
     @abstractmethod
     async def rollout(self, task: Task, policy: Policy) -> Outcome:

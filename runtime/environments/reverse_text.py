@@ -27,6 +27,7 @@ class ReverseText(TurnEnvironment):
         "properties": {"letters": LETTERS, "alphabet": ALPHABET},
         "additionalProperties": False,
     }
+    weights = {"similarity": 1.0}
 
     def __init__(self, letters: Sequence[int] = (4, 10), alphabet: str = ascii_lowercase) -> None:
         shortest, longest = letters

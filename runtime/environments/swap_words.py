@@ -19,6 +19,7 @@ class SwapWords(TurnEnvironment):
     """``cat dog`` → ``dog cat``. Spaces around the answer and its case do not count."""
 
     schema = {"type": "object", "properties": {}, "additionalProperties": False}
+    weights = {"similarity": 1.0}
 
     def task(self, rng: Random) -> Task:
         first, second = rng.sample(WORDS.split(), 2)
