@@ -2,67 +2,33 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Literal
 
-from pydantic import Field, Tag
+from pydantic import Field
 
-from stackrl.schemas.base import Model, variant
-
-Normalize = Literal["token", "sequence", "constant"]
-
-
-class GrpoAdvantage(Model):
-    """Reward minus the mean of its group (arXiv 2402.03300; without the deviation: 2503.20783)."""
-
-    type: Literal["grpo"] = "grpo"
-    """Which advantage."""
-    divide_by_deviation: bool = False
-    """Divide by the group's standard deviation as well."""
-
-
-class _Loss(Model):
-    normalize: Normalize = "token"
-    """How the loss is averaged.
-    `token`: mean over all trained tokens of the step; `sequence`: mean over sequences of their token means;
-    `constant`: sum over tokens divided by sequences × `sampling.max_tokens`. All denominators are global."""
-
-
-class AipoLoss(_Loss):
-    """−sg(min(π/μ, ratio_cap)) · A · log π  (arXiv 2505.24034)."""
-
-    type: Literal["aipo"] = "aipo"
-    """Which loss."""
-    ratio_cap: float = Field(default=5.0, ge=1)
-    """Cap of the importance ratio between trainer and engine."""
-
-
-class GrpoLoss(_Loss):
-    """−min(r·A, clip(r, 1−clip_low, 1+clip_high)·A) with r = π/μ  (arXiv 1707.06347, 2402.03300)."""
-
-    type: Literal["grpo"]
-    """Which loss."""
-    clip_low: float = Field(default=0.2, gt=0, lt=1)
-    """How far below 1 the ratio counts."""
-    clip_high: float = Field(default=0.2, gt=0)
-    """How far above 1 the ratio counts."""
-
-
-Loss = Annotated[
-    Annotated[AipoLoss, Tag("aipo")] | Annotated[GrpoLoss, Tag("grpo")],
-    variant("type", default="aipo"),
-]
-Advantage = GrpoAdvantage
+from stackrl.schemas.advantages import Advantage, Curriculum, GrpoAdvantage, Shaping
+from stackrl.schemas.base import Model
+from stackrl.schemas.losses import AipoLoss, Distillation, Loss
+from stackrl.schemas.teachers import Reference
 
 
 class Algorithm(Model):
     """Groups, batches, advantages and loss."""
 
     advantage: Advantage = GrpoAdvantage()
-    """How much better a rollout is than the others of its group."""
+    """How much better a rollout is than others. A stage that changes it gives the whole advantage."""
+    shaping: Shaping | None = None
+    """What rewards are changed by before rollouts are compared."""
+    reference: Reference | None = None
+    """A model that is asked about what was sampled, or samples itself: a fixed reference, or a teacher."""
+    curriculum: Curriculum | None = None
+    """Draw environments more often that are neither solved nor hopeless."""
     loss: Loss = AipoLoss()
     """What is minimised. A stage that changes it gives the whole loss."""
-    group_size: int = Field(default=8, ge=2)
-    """Rollouts of one prompt."""
+    distillation: Distillation = Distillation()
+    """Loss of what environments of `component: ref_kl` sampled."""
+    group_size: int = Field(default=8, ge=1)
+    """Rollouts of one prompt; one where nothing is compared within a group."""
     batch_size: int = Field(default=128, ge=2)
     """Rollouts in one trainer step; a multiple of group_size."""
     max_staleness: int = Field(default=1, ge=0)

@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, JsonValue, Tag
 
 from stackrl.schemas.base import Model, Size, variant
+from stackrl.schemas.changes import partial
 
 
 class Inference(Model):
@@ -78,3 +79,6 @@ class Sampling(Model):
     """Longest reply of one turn, in tokens."""
     timeout: float = Field(default=600.0, gt=0)
     """Seconds that one rollout may take, environment and generation together."""
+
+
+SamplingChange = partial("SamplingChange", Sampling)

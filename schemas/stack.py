@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from stackrl.schemas.algorithm import Algorithm
+from stackrl.schemas.algorithm import Advantage, Algorithm
 from stackrl.schemas.base import Model
-from stackrl.schemas.environments import Environment, Evaluate
+from stackrl.schemas.changes import changed
+from stackrl.schemas.environments import Component, Environment, Evaluate
 from stackrl.schemas.guards import Guards
 from stackrl.schemas.inference import Inference, PullWeights, Sampling, Weights
 from stackrl.schemas.limits import Limits
 from stackrl.schemas.model import ModelSource
 from stackrl.schemas.optimizers import Optimizer
 from stackrl.schemas.roles import Roles
-from stackrl.schemas.stages import Change, RlStage, Stage
+from stackrl.schemas.stages import RlStage, Stage
 from stackrl.schemas.trainer import Trainer
 
 
@@ -102,21 +103,50 @@ def settings_of(stack: Stack, stage: Stage) -> StageSettings:
     """The values that hold during ``stage``. Raises pydantic.ValidationError where the merge is not valid."""
     rl = isinstance(stage, RlStage)
     return StageSettings(
-        algorithm=_changed(stack.algorithm, stage.algorithm if rl else None),
+        algorithm=changed(stack.algorithm, stage.algorithm if rl else None),
         environments=stage.environments or stack.environments,
-        sampling=_changed(stack.sampling, stage.sampling if rl else None),
-        optimizer=_changed(stack.trainer.optimizer, stage.optimizer),
+        sampling=changed(stack.sampling, stage.sampling if rl else None),
+        optimizer=changed(stack.trainer.optimizer, stage.optimizer),
     )
 
 
-def _changed(model: Model, change: Change | None) -> Model | dict[str, Any]:
-    return model if change is None else _merged(model.model_dump(), change)
+class EnvironmentSettings(Model):
+    """What holds for one environment during a stage: the stage's values with the environment's own."""
+
+    group_size: int
+    sampling: Sampling
+    advantage: Advantage
+    component: Component
 
 
-def _merged(values: dict[str, Any], change: Change) -> dict[str, Any]:
-    """``values`` of a section with ``change`` applied. Those of another `type` say nothing about the new."""
-    given = change.model_dump(exclude_none=True)
-    if given.get("type", values.get("type")) != values.get("type"):
-        values = {}
-    sections = {key: part for key in given if isinstance(part := getattr(change, key), Change)}
-    return values | given | {key: _merged(values.get(key, {}), part) for key, part in sections.items()}
+def settings_of_environment(settings: StageSettings, environment: Environment) -> EnvironmentSettings:
+    """The values that hold for ``environment`` where ``settings`` hold. Raises pydantic.ValidationError."""
+    algorithm = settings.algorithm
+    return EnvironmentSettings(
+        group_size=environment.group_size or algorithm.group_size,
+        sampling=changed(settings.sampling, environment.sampling),
+        advantage=environment.advantage or algorithm.advantage,
+        component=environment.component,
+    )
+
+
+def environment_settings(settings: StageSettings) -> dict[str, EnvironmentSettings]:
+    """What holds for each environment of a stage, by its name."""
+    return {
+        environment.name: settings_of_environment(settings, environment)
+        for environment in settings.environments
+    }
+
+
+def longest_rollout(stack: Stack) -> float:
+    """Seconds that a rollout may take in any stage, of training or of an evaluation."""
+    seconds = []
+    for stage in stack.stages:
+        settings = settings_of(stack, stage)
+        evaluated = stack.evaluate.environments if stack.evaluate else []
+        seconds.append(settings.sampling.timeout)
+        seconds += [
+            settings_of_environment(settings, environment).sampling.timeout
+            for environment in [*settings.environments, *evaluated]
+        ]
+    return max(seconds)

@@ -2,43 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, Tag, create_model
+from pydantic import Field, Tag
 
 from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.base import Model, Name, variant
+from stackrl.schemas.changes import Change, partial
 from stackrl.schemas.data import Data, Validation
 from stackrl.schemas.environments import Environment
-from stackrl.schemas.inference import Sampling
+from stackrl.schemas.inference import Sampling, SamplingChange
 from stackrl.schemas.optimizers import OPTIMIZERS
 from stackrl.schemas.schedules import SCHEDULES
 
-
-class Change(Model):
-    """What a stage changes of a section: every key may be left out."""
-
-
-def _partial(name: str, *models: type[Model], **sections: type[Change]) -> type[Change]:
-    """The keys of all ``models`` (one of which, by its `type`, a section is), every one optional.
-
-    ``sections``: for a key that is a section of its own, what can be changed of it.
-    """
-    fields: dict[str, Any] = {}
-    for key, field in (item for model in models for item in model.model_fields.items()):
-        kind = Annotated[field.annotation, *field.metadata] if field.metadata else field.annotation
-        if key == "type" and len(models) > 1:
-            kind = Literal[*(model.model_fields[key].annotation.__args__[0] for model in models)]
-        kind = sections.get(key, kind)
-        fields.setdefault(key, (kind | None, Field(default=None, description=field.description)))
-    changed = " or ".join(model.__name__ for model in models)
-    return create_model(name, __base__=Change, __doc__=f"Changes to {changed}.", **fields)
-
-
-AlgorithmChange = _partial("AlgorithmChange", Algorithm)
-SamplingChange = _partial("SamplingChange", Sampling)
-ScheduleChange = _partial("ScheduleChange", *SCHEDULES)
-OptimizerChange = _partial("OptimizerChange", *OPTIMIZERS, schedule=ScheduleChange)
+AlgorithmChange = partial("AlgorithmChange", Algorithm)
+ScheduleChange = partial("ScheduleChange", *SCHEDULES)
+OptimizerChange = partial("OptimizerChange", *OPTIMIZERS, schedule=ScheduleChange)
 CHANGED: dict[type[Change], tuple[type[Model], ...]] = {
     AlgorithmChange: (Algorithm,),
     SamplingChange: (Sampling,),

@@ -18,9 +18,10 @@ from stackrl.runtime.orchestrator.chat import TemplateError
 from stackrl.runtime.orchestrator.errors import BadInput, GuardStop, OrchestratorError, first_cause
 from stackrl.runtime.orchestrator.loop import orchestrate
 from stackrl.runtime.orchestrator.stop import Stop
+from stackrl.runtime.orchestrator.turns import put_the_loop_first
 from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.transport.batches import TransportError
-from stackrl.schemas.stack import settings_of
+from stackrl.schemas.stack import longest_rollout
 
 FOR_PEOPLE = (OrchestratorError, TransportError, EngineError, EnvironmentRefused, TemplateError, DataError)
 """Errors whose text says all that a person needs; others come with their traceback."""
@@ -44,9 +45,8 @@ async def _run(run: RunFolder, token: str) -> None:
 
 def _engines(run: RunFolder, token: str) -> list[Engine]:
     """Clients of all engines, which give a reply all the time that its rollout has."""
-    stack = run.stack()
-    longest = max(settings_of(stack, stage).sampling.timeout for stage in stack.stages)
-    return [Engine(url, token, timeout=longest + _MARGIN) for url in run.endpoints().engines]
+    limit = longest_rollout(run.stack()) + _MARGIN
+    return [Engine(url, token, timeout=limit) for url in run.endpoints().engines]
 
 
 def main() -> int:
@@ -60,6 +60,7 @@ def main() -> int:
         return USELESS_TO_REPEAT
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     heartbeat.start("orchestrator")
+    put_the_loop_first()
     try:
         asyncio.run(_run(RunFolder(sys.argv[1]), run_token()))
     except (asyncio.CancelledError, KeyboardInterrupt):

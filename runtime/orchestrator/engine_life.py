@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any, Protocol
 
+import numpy as np
+
 from stackrl.runtime.inference.client import FIRST_VERSION, Engine, EngineError, EngineLost, Generation
 from stackrl.runtime.transport.messages import Version
 from stackrl.schemas.inference import Weights
@@ -145,6 +147,11 @@ class EngineLife:
             await self.check()
             raise EngineLost(f"engine {self.client.url} answered with its first weights, not with {held}")
         return generation
+
+    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """As the client's. Raises EngineLost where it dies meanwhile, else EngineError."""
+        async with self._until_lost():
+            return await self.client.logprobs(tokens)
 
     @asynccontextmanager
     async def _until_lost(self) -> AsyncIterator[None]:

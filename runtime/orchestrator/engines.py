@@ -10,6 +10,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from functools import partial
 
+import numpy as np
+
 from stackrl.runtime.inference.client import Engine, Generation
 from stackrl.runtime.orchestrator.engine_life import RETRY_AFTER, EngineLife, Report, Status, Wanted
 from stackrl.runtime.orchestrator.errors import OrchestratorError
@@ -125,6 +127,13 @@ class Engines:
                     raise
                 return
 
+    async def logprobs(self, group: int, tokens: Sequence[int]) -> np.ndarray:
+        """As inference.client.Engine.logprobs, of the group's engine with the weights that it holds."""
+        life = await self._alive(group)
+        async with life.slots:
+            await life.serves()
+            return await life.logprobs(tokens)
+
     def states(self) -> str:
         """Each engine's address and status, and what is wrong with it, for people."""
         return ", ".join(
@@ -149,7 +158,7 @@ class Engines:
         max_tokens: int,
         temperature: float,
         seed: int,
-        stop: int,
+        stop: Sequence[int],
         request: str,
         routes_from: int,
     ) -> Generation:
@@ -161,7 +170,7 @@ class Engines:
                 max_tokens=max_tokens,
                 temperature=temperature,
                 seed=seed,
-                stop_token_ids=[stop],
+                stop_token_ids=stop,
                 request_id=f"{request}-{next(self._requests)}",
                 routes_from=routes_from,
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from statistics import fmean
 
@@ -13,11 +13,13 @@ from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import Rollout
 from stackrl.runtime.orchestrator.progress import Progress
 from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out_somewhere
+from stackrl.runtime.orchestrator.scores import Answered, scores
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.schemas.environments import Environment
 
-PROMPTS = 256
+BRANCH = "evaluation"
+"""Of the seed tree: training never visits it."""
 
 
 async def evaluate(
@@ -25,51 +27,68 @@ async def evaluate(
     seed: int,
     chat: Chat,
     engines: Engines,
-    limits: Limits,
+    limits: Mapping[str, Limits],
     progress: Progress,
+    *,
+    prompts: int,
+    samples: int,
 ) -> dict[str, float]:
-    """Reward and exact match at the stage's temperature and greedily, over the same prompts.
+    """Reward, exact match and pass@k at the environment's temperature, and the first two greedily.
 
-    Every evaluation draws the same prompts, from a branch of the seed tree that training never visits. They
-    are other draws of the same tasks: where an environment has few, training draws many of them too.
-    Failed rollouts are left out and counted. Raises OrchestratorError where all of one kind failed.
+    ``limits`` by the environment's name. Every evaluation draws the same ``prompts``, from a branch of the
+    seed tree that training never visits. They are other draws of the same tasks: where an environment has
+    few, training draws many of them too. Each is answered ``samples`` times, and once greedily. Failed
+    rollouts are left out and counted. Raises OrchestratorError where all of one kind failed.
     """
-    mix = Mix(environments, Seeds(seed).branch("evaluation"))
-    progress.doing(f"waiting for rollouts of an evaluation of {', '.join(e.name for e in environments)}")
-    sampled = await _roll_out_all(mix, chat, engines, limits, progress)
-    greedy = await _roll_out_all(mix, chat, engines, replace(limits, temperature=0.0), progress)
+    names = ", ".join(environment.name for environment in environments)
+    progress.doing(f"waiting for rollouts of an evaluation of {names}")
+    asking = _Asking(Mix(environments, Seeds(seed).branch(BRANCH)), chat, engines, progress)
+    sampled = await asking.all(prompts, samples, limits)
+    likeliest = {name: replace(limit, temperature=0.0) for name, limit in limits.items()}
+    greedy = [rollout for [rollout] in await asking.all(prompts, 1, likeliest) if rollout is not None]
+    answers = [[_answered(rollout) for rollout in those if rollout is not None] for those in sampled]
     return {
-        "reward": fmean(rollout.reward for rollout in sampled),
-        "exact": fmean(rollout.metrics.get("solved", 0.0) for rollout in sampled),
+        **scores(answers, samples),
         "greedy_reward": fmean(rollout.reward for rollout in greedy),
-        "greedy_exact": fmean(rollout.metrics.get("solved", 0.0) for rollout in greedy),
-        "prompts": PROMPTS,
-        "failed": 2 * PROMPTS - len(sampled) - len(greedy),
+        "greedy_exact": fmean(_answered(rollout).solved for rollout in greedy),
+        "prompts": prompts,
+        "samples": samples,
+        "failed": prompts * (samples + 1) - sum(map(len, answers)) - len(greedy),
     }
 
 
-async def _roll_out_all(
-    mix: Mix, chat: Chat, engines: Engines, limits: Limits, progress: Progress
-) -> list[Rollout]:
-    results = await asyncio.gather(
-        *(_roll_out_one(mix, number, chat, engines, limits, progress) for number in range(PROMPTS))
-    )
-    finished = [result for result in results if isinstance(result, Rollout)]
-    if not finished:
-        raise OrchestratorError(
-            f"all {PROMPTS} rollouts of an evaluation failed; the last one: {results[-1]}"
+def _answered(rollout: Rollout) -> Answered:
+    return Answered(rollout.reward, rollout.metrics.get("solved", 0.0))
+
+
+class _Asking:
+    """Rollouts of the prompts of a mix."""
+
+    def __init__(self, mix: Mix, chat: Chat, engines: Engines, progress: Progress) -> None:
+        self._mix, self._chat, self._engines, self._progress = mix, chat, engines, progress
+
+    async def all(
+        self, prompts: int, samples: int, limits: Mapping[str, Limits]
+    ) -> list[list[Rollout | None]]:
+        """``samples`` of each prompt; None for one that failed."""
+        self._last: RolloutError | None = None
+        results = await asyncio.gather(
+            *(self._one(number, sample, limits) for number in range(prompts) for sample in range(samples))
         )
-    return finished
+        if all(result is None for result in results):
+            raise OrchestratorError(
+                f"all {len(results)} rollouts of an evaluation failed; the last one: {self._last}"
+            )
+        return [results[first : first + samples] for first in range(0, len(results), samples)]
 
-
-async def _roll_out_one(
-    mix: Mix, number: int, chat: Chat, engines: Engines, limits: Limits, progress: Progress
-) -> Rollout | RolloutError:
-    draw = mix.draw(number)
-    what = Assignment(number, 0, draw.name, draw.environment, draw.task, draw.seeds.branch("sample", 0))
-    try:
-        rollout = await roll_out_somewhere(what, chat, engines, limits)
-    except RolloutError as error:
-        return error
-    progress.rollout_finished()
-    return rollout
+    async def _one(self, number: int, sample: int, limits: Mapping[str, Limits]) -> Rollout | None:
+        draw = self._mix.draw(number)
+        seeds = draw.seeds.branch("sample", sample)
+        what = Assignment(number, sample, draw.name, draw.environment, draw.task, seeds)
+        try:
+            rollout = await roll_out_somewhere(what, self._chat, self._engines, limits[draw.name])
+        except RolloutError as error:
+            self._last = error
+            return None
+        self._progress.rollout_finished()
+        return rollout

@@ -1,5 +1,6 @@
 """When a run is evaluated: before and after each RL stage, and on held-out environments between its steps.
 
+Held-out environments are evaluated first of all on the weights that the run begins with.
 Each evaluation is made once, as far as events.jsonl tells: none that is in there is made again, unless its
 weights were rolled back, and one that a killed process owed is made when the run goes on.
 """
@@ -8,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from stackrl.runtime.inference.client import FIRST_VERSION
 from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator.chat import Chat
@@ -16,9 +18,9 @@ from stackrl.runtime.orchestrator.evaluation import evaluate
 from stackrl.runtime.orchestrator.rollout import Limits
 from stackrl.runtime.orchestrator.training import Training
 from stackrl.runtime.run import RunFolder
-from stackrl.schemas.environments import Environment
+from stackrl.schemas.environments import Environment, Evaluate
 from stackrl.schemas.stack import Stack, settings_of
-from stackrl.schemas.stages import RlStage
+from stackrl.schemas.stages import RlStage, Stage
 
 Moment = tuple[str, str, int]
 """Stage, when (`before`, `after`, `held-out NAME`), and the optimizer steps behind the weights."""
@@ -32,36 +34,52 @@ class Evaluations:
     ) -> None:
         self._stack, self._chat, self._engines = stack, chat, engines
         self._training, self._sink = training, sink
+        self._plan = stack.evaluate or Evaluate()
         self._made = evaluations_made(run)
+
+    async def first(self, stage: Stage) -> None:
+        """Before anything is trained, where ``stage`` comes first and is supervised."""
+        if not self._plan.environments or self._training.index:
+            return
+        await self._engines.holding(FIRST_VERSION, ENGINE_LIMIT)
+        if self._engines.version == FIRST_VERSION:  # else they have learnt in a life that was rolled back
+            await self._held_out(stage)
 
     async def before(self, stage: RlStage) -> None:
         """Before the first step of ``stage``."""
+        await newest_weights(self._engines, self._training)
+        await self._held_out(stage)
         await self._evaluate(stage, settings_of(self._stack, stage).environments, "before")
 
     async def between(self, stage: RlStage) -> None:
         """After a step of ``stage``, where held-out environments are due then."""
-        plan = self._stack.evaluate
-        if plan is not None and self._training.step % plan.every == 0:
-            for environment in plan.environments:
-                await self._evaluate(stage, [environment], f"held-out {environment.name}")
+        if self._plan.every is not None and self._training.step % self._plan.every == 0:
+            await newest_weights(self._engines, self._training)
+            await self._held_out(stage)
 
     async def after(self, stage: RlStage) -> None:
         """After the last step of ``stage``."""
-        await self.between(stage)
+        await newest_weights(self._engines, self._training)
+        await self._held_out(stage)
         await self._evaluate(stage, settings_of(self._stack, stage).environments, "after")
 
-    async def _evaluate(self, stage: RlStage, environments: Sequence[Environment], when: str) -> None:
+    async def _held_out(self, stage: Stage) -> None:
+        for environment in self._plan.environments:
+            await self._evaluate(stage, [environment], f"held-out {environment.name}")
+
+    async def _evaluate(self, stage: Stage, environments: Sequence[Environment], when: str) -> None:
         moment = (stage.name, when, self._training.index)
         if moment in self._made:
             return
-        await newest_weights(self._engines, self._training)
         result = await evaluate(
             environments,
             self._stack.seed,
             self._chat,
             self._engines,
-            Limits.of(self._stack, stage),
+            {e.name: Limits.of(self._stack, stage, e) for e in environments},
             self._training.progress,
+            prompts=self._plan.prompts,
+            samples=self._plan.samples,
         )
         place = {"version": str(self._engines.version), "index": self._training.index}
         self._sink.event("evaluated", stage=stage.name, when=when, **place, **result)

@@ -16,9 +16,11 @@ from __future__ import annotations
 import contextlib
 import json
 import sqlite3
+import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,7 @@ from stackrl.runtime.orchestrator.arrays import Arrays
 from stackrl.runtime.orchestrator.batching import Place
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, rollout_id
+from stackrl.runtime.orchestrator.writer import Writer
 from stackrl.runtime.transport.messages import MessageError
 
 _NAME = "journal.sqlite"
@@ -95,18 +98,47 @@ class Journal:
         self.changed: Mapping[str, int] = {}
         """Rollouts that were dropped on opening, by stage: what they were made from has changed."""
         self._file = folder / _NAME
+        self._changing = threading.RLock()
+        """Held by the thread that has a transaction."""
+        self._together = False
+        """Whether that transaction is of several changes."""
+        self._to_delete: list[tuple[int, int]] = []
+        """Rollouts whose arrays are let go once that transaction is on disk."""
+        self._writer = Writer(self.together)
         with self._disk("be opened"):
             self._arrays = Arrays(folder / "rollouts")
             if not is_of(folder, incarnation):
                 self.changed = rollback.replace(self._file, snapshot, incarnation, recipes or {})
-            self._db = sqlite3.connect(self._file)
+            self._db = sqlite3.connect(self._file, check_same_thread=False)
             self._db.execute("PRAGMA journal_mode = WAL")
             self._db.execute("PRAGMA synchronous = FULL")
             self._plan_again_what_is_unreadable()
             self._arrays.delete_all_but(self._ids(_KEPT))
 
     def close(self) -> None:
+        self._writer.close()
         self._db.close()
+
+    async def write(self, change: Callable[..., None], *arguments: Any, **named: Any) -> None:
+        """``change``, a method of this journal, beside the event loop. It is on disk when this returns.
+
+        Raises what it raises; also what one raises that was made in the same transaction, which is then not
+        made either.
+        """
+        await self._writer.make(partial(change, *arguments, **named))
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """All changes within are made at once, or none of them."""
+        with self._changing:
+            self._to_delete.clear()
+            with self._writing("make several changes"):
+                self._together = True
+                try:
+                    yield
+                finally:
+                    self._together = False
+            self._delete_arrays(self._to_delete)
 
     def plan(self, group: Plan) -> None:
         """A new group, all of its rollouts planned."""
@@ -116,6 +148,12 @@ class Journal:
                 "INSERT INTO rollouts (group_id, number) VALUES (?, ?)",
                 [(group.id, number) for number in range(group.size)],
             )
+
+    def plan_all(self, groups: Sequence[Plan]) -> None:
+        """New groups."""
+        with self.together():
+            for group in groups:
+                self.plan(group)
 
     def finish(self, rollout: Rollout) -> None:
         """A rollout and its arrays. The file is whole before the state says so."""
@@ -195,6 +233,13 @@ class Journal:
         """Batch ``index`` as it was sealed, without its groups."""
         return self._batch(f"id = {int(index)}", with_groups=False)
 
+    def record_before(self, index: int) -> dict[str, Any]:
+        """What is known of the newest batch of RL before ``index``; empty where there is none."""
+        row = self._db.execute(
+            "SELECT record FROM batches WHERE kind = 'rl' AND id < ? ORDER BY id DESC LIMIT 1", (index,)
+        ).fetchone()
+        return json.loads(row[0]) if row else {}
+
     def apply(self, index: int) -> None:
         """The trainer stepped on batch ``index``."""
         with self._writing(f"apply batch {index}"):
@@ -221,7 +266,7 @@ class Journal:
 
     def snapshot(self, path: Path) -> None:
         """Copy the database to the file ``path``, whatever is being written."""
-        with self._disk(f"copy it to {path}"):
+        with self._changing, self._disk(f"copy it to {path}"):
             path.parent.mkdir(parents=True, exist_ok=True)
             path.unlink(missing_ok=True)
             with contextlib.closing(sqlite3.connect(path)) as copy:
@@ -311,14 +356,21 @@ class Journal:
 
     def _delete_arrays(self, rows: Sequence[tuple[int, int]]) -> None:
         """Of rollouts given by group and number."""
+        if self._together:
+            self._to_delete += rows
+            return
         with self._disk("delete the arrays of rollouts"):
             self._arrays.delete(rollout_id(*row) for row in rows)
 
     @contextlib.contextmanager
     def _writing(self, what: str) -> Iterator[None]:
         """One change of the books: on disk when this is left, or not made at all."""
-        with self._disk(what), self._db:
-            yield
+        with self._changing, self._disk(what):
+            if self._together:
+                yield
+                return
+            with self._db:
+                yield
 
     def _disk(self, what: str) -> contextlib.AbstractContextManager[None]:
         return _disk(self._file, what)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from stackrl.runtime.environments.workers import close_workers
 from stackrl.runtime.monitor.metrics import Sink, open_sinks
 from stackrl.runtime.monitor.rollouts import RolloutLog
 from stackrl.runtime.orchestrator.batching import Layout
@@ -25,7 +26,6 @@ from stackrl.runtime.orchestrator.reading import Reading
 from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.reinforcement import Reinforcement
 from stackrl.runtime.orchestrator.resuming import Start, take_up
-from stackrl.runtime.orchestrator.rollout import Limits
 from stackrl.runtime.orchestrator.saving import Saving
 from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.orchestrator.supervised import run_supervised, source_of
@@ -56,11 +56,12 @@ async def orchestrate(
     """
     stop = stop or Stop()
     stack = run.stack()
-    chat = Chat.load(run.model)
+    chat = Chat.load(run.model, stack.model)
     start = Start(run, stack)
     async with AsyncExitStack() as resources:
         for client in clients:
             resources.push_async_callback(client.close)
+        resources.push_async_callback(close_workers)
         sink = resources.enter_context(open_sinks(run, stack))
         rollouts = RolloutLog(run.path / "rollouts", stack.monitors.rollouts)
         resources.push_async_callback(asyncio.to_thread, rollouts.close)
@@ -220,6 +221,7 @@ class Stages:
             if stage.type == "rl":
                 await self._reinforce(stage, done)
             else:
+                await self.evaluations.first(stage)
                 source = source_of(stage, self.stack, self.chat, self.folder)
                 await run_supervised(stage, done, source, self.training)
             self.sink.event("stage_finished", stage=stage.name, kind=stage.type)
@@ -234,7 +236,6 @@ class Stages:
             done,
             self.stack,
             settings_of(self.stack, stage),
-            Limits.of(self.stack, stage),
             self.chat,
             self.engines,
             self.journal,

@@ -1,8 +1,9 @@
-"""What is done with a stage's files before anything is trained: every row is looked at and tokenised."""
+"""What is done before anything is trained: environments are made once, rows are looked at and tokenised."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -10,14 +11,15 @@ from typing import Any
 from stackrl.runtime.data.files import DataError, find, fingerprint, read
 from stackrl.runtime.data.store import Halted, Store, make_store
 from stackrl.runtime.data.tokens import Tokenizing
+from stackrl.runtime.environments import make
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.datasets import Dataset, parts, store_folder
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.data import Data
-from stackrl.schemas.stack import Stack
-from stackrl.schemas.stages import SupervisedStage
+from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stages import Stage, SupervisedStage
 
 
 @dataclass
@@ -38,12 +40,13 @@ class Reading:
         """Make the stores that are missing of stages which are not over; what was made.
 
         Raises DataError where a row cannot be learnt from, where there are too few, or where the files of a
-        stage that has begun are not what they were.
+        stage that has begun are not what they were, and EnvironmentRefused.
         """
         made: list[dict[str, Any]] = []
-        for stage in self.stack.stages:
-            over = self.begun.get(stage.name) == stage.steps
-            if over or not isinstance(stage, SupervisedStage) or stage.data is None:
+        stages = [stage for stage in self.stack.stages if self.begun.get(stage.name) != stage.steps]
+        self._make_environments(stages)
+        for stage in stages:
+            if not isinstance(stage, SupervisedStage) or stage.data is None:
                 continue
             for part, data in parts(stage):
                 folder = store_folder(self.run, self.stack, stage, part, data)
@@ -57,6 +60,14 @@ class Reading:
                 made.append({"stage": stage.name, "part": part, "store": folder.name, **facts})
             Dataset(stage, self.stack, self.run)
         return made
+
+    def _make_environments(self, stages: Sequence[Stage]) -> None:
+        """What is wrong with one is told now, not when its stage begins; data sets are fetched meanwhile."""
+        used = [settings_of(self.stack, s).environments for s in stages if getattr(s, "data", None) is None]
+        if self.stack.evaluate is not None:
+            used.append(self.stack.evaluate.environments)
+        for environment in itertools.chain(*used):
+            make(environment)
 
     def _make(self, stage: SupervisedStage, data: Data, folder: Path) -> None:
         files = find(data.path)

@@ -14,8 +14,8 @@ from stackrl.runtime.orchestrator.batching import Place
 from stackrl.runtime.orchestrator.groups import FinishedGroup
 from stackrl.runtime.orchestrator.progress import Progress
 from stackrl.runtime.run import RunFolder
-from stackrl.runtime.transport.messages import Logprobs
-from stackrl.schemas.stack import Stack, settings_of
+from stackrl.runtime.transport.messages import Logprobs, Sample
+from stackrl.schemas.stack import Stack
 
 
 class Recorder:
@@ -32,9 +32,6 @@ class Recorder:
     ) -> None:
         """``index``: the next optimizer step; ``checkpoint``: index of the newest complete one."""
         self._sink = sink
-        self._advantages = {
-            stage.name: settings_of(stack, stage).algorithm.advantage for stage in stack.stages
-        }
         self._rollouts = rollouts
         self._alarms = Alarms(run, stack, sink, index)
         self.event = sink.event
@@ -44,9 +41,9 @@ class Recorder:
         """Whether the trainer is to report its logprobs of a batch."""
         return kind == "rl" and self._rollouts.wanted(step)
 
-    def sealed(self, place: Place, groups: Sequence[FinishedGroup]) -> None:
+    def sealed(self, place: Place, groups: Sequence[FinishedGroup], samples: Sequence[Sample]) -> None:
         if place.report:
-            self._rollouts.add(place.index, place.step, place.stage, groups, self._advantages[place.stage])
+            self._rollouts.add(place.index, place.step, place.stage, groups, samples)
 
     def logprobs(self, message: Logprobs) -> None:
         self._rollouts.add_logprobs(message.index, message.documents, message.lengths, message.logprobs)

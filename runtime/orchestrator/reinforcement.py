@@ -12,21 +12,25 @@ from stackrl.runtime.orchestrator.admission import Admission
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError
-from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, training_samples
+from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout
 from stackrl.runtime.orchestrator.journal import Journal
+from stackrl.runtime.orchestrator.references import References
 from stackrl.runtime.orchestrator.report import rl_record
 from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out_somewhere
 from stackrl.runtime.orchestrator.seeds import Seeds
-from stackrl.runtime.orchestrator.tasks import Mix
+from stackrl.runtime.orchestrator.signals import Signals
+from stackrl.runtime.orchestrator.tasks import Draw, Mix
 from stackrl.runtime.orchestrator.training import Training, Work
-from stackrl.schemas.stack import Stack, StageSettings
+from stackrl.schemas.stack import Stack, StageSettings, environment_settings
 from stackrl.schemas.stages import RlStage
 
-TRIES = 2
-"""A rollout that fails is done once more before its group goes on without it."""
+TRIES = {"retry": 2, "drop": 1}
+"""Times that a rollout is begun before its group goes on without it, by its environment's `failures`."""
 _RETRY_AFTER = 1.0
 _BATCHES_REPLACED = 10
 """Groups, in batches, that may be dropped and replaced in one step before the run gives up."""
+_PLANNED_TOGETHER = 16
+"""Groups that are written down at once before they begin."""
 _REMEDIES = {
     "failed": "see the warnings above",
     "no_signal": "make the task easier or harder, or set algorithm.no_signal: keep",
@@ -46,7 +50,6 @@ class Reinforcement:
         done: int,
         stack: Stack,
         settings: StageSettings,
-        limits: Limits,
         chat: Chat,
         engines: Engines,
         journal: Journal,
@@ -54,12 +57,20 @@ class Reinforcement:
         sink: Sink,
     ) -> None:
         algorithm = settings.algorithm
-        self._stage, self._done, self._algorithm, self._limits = stage, done, algorithm, limits
+        self._stage, self._done, self._algorithm = stage, done, algorithm
+        self._settings = environment_settings(settings)
+        """Of each environment, by its name, and so are the next two."""
+        self._limits = {e.name: Limits.of(stack, stage, e) for e in settings.environments}
+        self._tries = {e.name: TRIES[e.failures] for e in settings.environments}
         self._chat, self._engines, self._journal = chat, engines, journal
         self._training, self._sink = training, sink
         self._mix = Mix(settings.environments, Seeds(stack.seed).branch("rl", stage.name))
+        self._signals = Signals(settings)
+        self._references = References(settings, chat, engines)
+        self._before = journal.record_before(training.index)
+        """The record of the last batch: what advantages and curriculum remember."""
         self._admission = Admission(
-            per_batch=algorithm.batch_size // algorithm.group_size,
+            batch_size=algorithm.batch_size,
             max_staleness=algorithm.max_staleness,
             step=training.step,
             batches_left=stage.steps - done,
@@ -68,13 +79,9 @@ class Reinforcement:
         self._finished: dict[int, FinishedGroup] = {}
         self._dropped: Counter[str] = Counter()
         """Rollouts dropped since the last batch, by reason."""
-        self._longest_wait = (
-            TRIES * algorithm.group_size * (limits.seconds + _RETRY_AFTER)
-            + 2 * engines.update_limit
-            + ENGINE_LIMIT
-        )
+        self._longest_wait = 2 * engines.update_limit + ENGINE_LIMIT + max(map(self._longest, self._limits))
         self._replaced: Counter[str] = Counter()
-        """Groups dropped since the last batch, by reason."""
+        """Rollouts of the groups dropped since the last batch, by reason, as planned."""
         self._failures_in_a_row = 0
         self._room = asyncio.Event()
         """Set when a group may have become admissible."""
@@ -94,76 +101,92 @@ class Reinforcement:
                 admitting.cancel()
         finally:
             forget()
+            await self._references.close()
 
     def _resume(self, tasks: asyncio.TaskGroup) -> None:
         """Take up the groups that were open when the journal was cut, before any new one."""
         for group in self._journal.open_groups(self._stage.name):
-            self._admission.take_up(group.plan.id, group.plan.admitted)
+            self._admission.take_up(group.plan.id, group.plan.size, group.plan.admitted)
             tasks.create_task(self._roll_out_group(group.plan, list(group.finished), group.planned))
 
     async def _admit(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             self._room.clear()
             while self._admission.may_admit(self._engines.version.step):
-                plan = self._plan()
-                self._journal.plan(plan)
-                self._admission.admit(plan.id)
-                tasks.create_task(self._roll_out_group(plan, [], range(plan.size)))
+                plans = self._plan()
+                await self._journal.write(self._journal.plan_all, plans)
+                for plan in plans:
+                    tasks.create_task(self._roll_out_group(plan, [], range(plan.size)))
+                    await asyncio.sleep(0)  # others have their turn between two groups
             await self._room.wait()
 
-    def _plan(self) -> Plan:
-        plan = Plan(
-            id=self._next_group,
-            stage=self._stage.name,
-            number=self._next_prompt,
-            environment=self._mix.draw(self._next_prompt).name,
-            admitted=self._admission.step,
-            size=self._algorithm.group_size,
-        )
-        self._next_group += 1
-        self._next_prompt += 1
-        return plan
+    def _plan(self) -> list[Plan]:
+        """Admit a few groups."""
+        plans = []
+        while len(plans) < _PLANNED_TOGETHER and self._admission.may_admit(self._engines.version.step):
+            environment = self._mix.choose(self._next_prompt, shares=self._signals.shares(self._before))
+            plan = Plan(
+                id=self._next_group,
+                stage=self._stage.name,
+                number=self._next_prompt,
+                environment=environment,
+                admitted=self._admission.step,
+                size=self._settings[environment].group_size,
+            )
+            self._admission.admit(plan.id, plan.size)
+            self._next_group += 1
+            self._next_prompt += 1
+            plans.append(plan)
+        return plans
 
     async def _roll_out_group(self, plan: Plan, finished: list[Rollout], numbers: range | list[int]) -> None:
         """Roll out ``numbers`` of the group beside those ``finished``; then it is complete or dropped."""
-        results = await asyncio.gather(*(self._roll_out(plan, number) for number in numbers))
+        draw = self._mix.draw(plan.number, environment=plan.environment)
+        results = await asyncio.gather(*(self._roll_out(plan, draw, number) for number in numbers))
         rollouts = sorted(
             [*finished, *(result for result in results if result is not None)], key=lambda r: r.number
         )
         group = FinishedGroup(plan, rollouts)
-        if not group.usable:
-            self._drop(group, "failed")
-        elif self._algorithm.no_signal == "refill" and not group.has_signal:
-            self._drop(group, "no_signal")
+        if not self._signals.usable(group):
+            await self._drop(group, "failed")
+        elif self._algorithm.no_signal == "refill" and not self._signals.teaches(group):
+            await self._drop(group, "no_signal")
         else:
             self._finished[plan.id] = group
         self._arrived.set()
 
-    async def _roll_out(self, plan: Plan, number: int) -> Rollout | None:
-        """One rollout; None where it failed every time."""
-        draw = self._mix.draw(plan.number)
+    async def _roll_out(self, plan: Plan, draw: Draw, number: int) -> Rollout | None:
+        """One rollout of the group's task; None where it failed every time."""
         seeds = draw.seeds.branch("sample", number)
         what = Assignment(plan.id, number, draw.name, draw.environment, draw.task, seeds)
-        for left in reversed(range(TRIES)):
+        for left in reversed(range(self._tries[draw.name])):
             try:
-                rollout = await roll_out_somewhere(what, self._chat, self._engines, self._limits)
+                rollout = await self._complete(what, draw)
             except RolloutError as error:
                 log.warning("rollout %d-%d failed, %d tries left: %s", plan.id, number, left, error)
                 self._count_failure(error)
                 if left:
                     await asyncio.sleep(_RETRY_AFTER)
                 else:
-                    self._journal.drop_rollout(plan.id, number, f"failed: {error}")
+                    reason = f"failed: {error}"
+                    await self._journal.write(self._journal.drop_rollout, plan.id, number, reason)
                     self._dropped["failed"] += 1
                     self._sink.event(
                         "dropped", reason="failed", environment=plan.environment, error=str(error), rollouts=1
                     )
             else:
                 self._failures_in_a_row = 0
-                self._journal.finish(rollout)
+                await self._journal.write(self._journal.finish, rollout)
                 self._training.progress.rollout_finished()
                 return rollout
         return None
+
+    async def _complete(self, what: Assignment, draw: Draw) -> Rollout:
+        """A rollout with all that it is trained by. Raises RolloutError."""
+        references = self._references
+        engines = references if references.writes_for(what.name) else self._engines
+        rollout = await roll_out_somewhere(what, self._chat, engines, self._limits[what.name])
+        return await references.told(rollout, draw)
 
     async def _next_batch(self) -> list[FinishedGroup]:
         """Wait for the groups of a batch. One that is too old after all is dropped and replaced."""
@@ -179,7 +202,7 @@ class Reinforcement:
                 return groups
             for group in stale:
                 del self._finished[group.plan.id]
-                self._drop(group, "stale")
+                await self._drop(group, "stale")
 
     async def _wait_for_group(self) -> None:
         """Rollouts have limits of their own; this one only catches what they leave open."""
@@ -200,21 +223,27 @@ class Reinforcement:
         self._admission.seal(ids)
         for group in ids:
             del self._finished[group]
-        samples = training_samples(groups, self._algorithm.advantage)
-        record = rl_record(groups, self._training.step, self._dropped)
+        lesson = await asyncio.to_thread(self._signals.lesson, groups, self._before)
+        record = rl_record(groups, self._training.step, self._dropped) | lesson.record
         self._dropped.clear()
         self._replaced.clear()
-        await self._training.take(Work(self._stage, stage_step, samples, groups, record))
+        await self._training.take(Work(self._stage, stage_step, lesson.samples, groups, record))
+        self._before = record
         self._admission.applied()
         self._room.set()
+
+    def _longest(self, environment: str) -> float:
+        """Seconds that a group may take whose rollouts all fail, one after the other."""
+        once = self._limits[environment].seconds + self._references.limit + _RETRY_AFTER
+        return self._tries[environment] * self._settings[environment].group_size * once
 
     def _staleness(self, group: FinishedGroup) -> int:
         return self._training.step - group.oldest_step
 
-    def _drop(self, group: FinishedGroup, reason: str) -> None:
+    async def _drop(self, group: FinishedGroup, reason: str) -> None:
         """No batch will hold the group; another one takes its place."""
         plan = group.plan
-        self._journal.drop_group(plan.id, reason)
+        await self._journal.write(self._journal.drop_group, plan.id, reason)
         self._admission.drop(plan.id)
         self._dropped[reason] += len(group.rollouts)
         self._sink.event(
@@ -225,12 +254,12 @@ class Reinforcement:
             rollouts=len(group.rollouts),
             lengths=[rollout.sampled for rollout in group.rollouts],
         )
-        self._replaced[reason] += 1
-        if self._replaced.total() >= _BATCHES_REPLACED * self._admission.per_batch:
+        self._replaced[reason] += plan.size
+        if self._replaced.total() >= _BATCHES_REPLACED * self._algorithm.batch_size:
             most, count = self._replaced.most_common(1)[0]
             raise OrchestratorError(
-                f"stage {self._stage.name!r}: {self._replaced.total()} groups were dropped since the last "
-                f"batch, {count} of them {most}: {_REMEDIES[most]}"
+                f"stage {self._stage.name!r}: groups of {self._replaced.total()} rollouts were dropped since "
+                f"the last batch, {count} of them {most}: {_REMEDIES[most]}"
             )
         self._room.set()
 

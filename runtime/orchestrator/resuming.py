@@ -16,10 +16,10 @@ from stackrl.runtime.monitor.records import Reader
 from stackrl.runtime.monitor.rollouts import RolloutLog
 from stackrl.runtime.orchestrator import journal as books
 from stackrl.runtime.orchestrator.chat import Chat
-from stackrl.runtime.orchestrator.groups import training_samples
 from stackrl.runtime.orchestrator.journal import Journal, SealedBatch
 from stackrl.runtime.orchestrator.recipes import recipes
 from stackrl.runtime.orchestrator.saving import Saving
+from stackrl.runtime.orchestrator.signals import Signals
 from stackrl.runtime.orchestrator.supervised import source_of
 from stackrl.runtime.orchestrator.training import Training, Work
 from stackrl.runtime.run import RunFolder
@@ -74,10 +74,10 @@ async def take_up(
     """Settle what an orchestrator that was killed left half done."""
     last = journal.batch(training.index - 1)
     if last is not None and training.index > _recorded(run):
-        await training.write_down_again(_work(last, stack, chat, run), last.step)
+        await training.write_down_again(_work(last, stack, chat, run, journal), last.step)
     saving.take_up(training.index, training.is_saved(training.index))
     if (sealed := journal.sealed()) is not None:
-        await training.settle(_work(sealed, stack, chat, run))
+        await training.settle(_work(sealed, stack, chat, run, journal))
 
 
 def _recorded(run: RunFolder) -> int:
@@ -87,10 +87,10 @@ def _recorded(run: RunFolder) -> int:
     return reader.history.done
 
 
-def _work(batch: SealedBatch, stack: Stack, chat: Chat, run: RunFolder) -> Work:
+def _work(batch: SealedBatch, stack: Stack, chat: Chat, run: RunFolder, journal: Journal) -> Work:
     """The work of a batch as it was when it was sealed."""
     stage = next(stage for stage in stack.stages if stage.name == batch.stage)
     if stage.type == "supervised":
         return replace(source_of(stage, stack, chat, run).work(batch.stage_step), record=batch.record)
-    samples = training_samples(batch.groups, settings_of(stack, stage).algorithm.advantage)
-    return Work(stage, batch.stage_step, samples, batch.groups, batch.record)
+    lesson = Signals(settings_of(stack, stage)).lesson(batch.groups, journal.record_before(batch.index))
+    return Work(stage, batch.stage_step, lesson.samples, batch.groups, batch.record)

@@ -112,7 +112,7 @@ class Saving:
             await self._server.durable(index - 1, SAVE_LIMIT)
             checkpoint = checkpoints.folder(self._folder, index)
             await asyncio.to_thread(self._declare, checkpoint, index)
-            self._journal.make_durable(index - 1)
+            await self._journal.write(self._journal.make_durable, index - 1)
             keep, keep_every = self._settings.keep, self._settings.keep_every
             await asyncio.to_thread(checkpoints.prune, self._folder, keep, keep_every)
             self._recorder.progress.saved(index)

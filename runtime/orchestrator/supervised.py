@@ -61,8 +61,13 @@ class Demonstrations:
 
 def _demonstration(mix: Mix, number: tuple[int, ...], noise: float, chat: Chat, limit: int) -> Sample:
     draw = mix.draw(*number)
-    turns = draw.environment.demonstration(draw.task, draw.seeds.branch("demonstration").rng(), noise)
-    samples = demonstrate(chat, draw.task.messages, turns).samples("demonstration", 0, draw.name, 1.0)
+    rng = draw.seeds.branch("demonstration").rng()
+    try:
+        turns = draw.environment.demonstration(draw.task, rng, noise)
+    except NotImplementedError as error:
+        raise BadInput(f"environment {draw.name!r} has nothing for a supervised stage: {error}") from error
+    shown = demonstrate(chat, draw.task.messages, turns, draw.environment.tools)
+    samples = shown.samples("demonstration", 0, draw.name, 1.0)
     longest = max(len(sample.tokens) for sample in samples)
     if longest > limit:
         raise BadInput(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from stackrl.runtime.environments import make
@@ -29,9 +29,16 @@ class Mix:
         self._weights = [environment.weight for environment in environments]
         self._seeds = seeds
 
-    def draw(self, *number: int) -> Draw:
-        """The task of a prompt, which may be named by several numbers."""
+    def choose(self, *number: int, shares: Mapping[str, float] | None = None) -> str:
+        """The environment of a prompt, by ``shares`` instead of the weights where they are given."""
+        rng = self._seeds.branch("prompt", *number).branch("environment").rng()
+        weights = self._weights if shares is None else [shares[name] for name in self._environments]
+        [name] = rng.choices(list(self._environments), weights)
+        return name
+
+    def draw(self, *number: int, environment: str | None = None) -> Draw:
+        """The task of a prompt, which several numbers may name; from the environment that it chooses."""
         seeds = self._seeds.branch("prompt", *number)
-        [name] = seeds.branch("environment").rng().choices(list(self._environments), self._weights)
-        environment = self._environments[name]
-        return Draw(name, environment, environment.task(seeds.branch("task").rng()), seeds)
+        name = self.choose(*number) if environment is None else environment
+        chosen = self._environments[name]
+        return Draw(name, chosen, chosen.task(seeds.branch("task").rng()), seeds)

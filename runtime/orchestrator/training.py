@@ -16,7 +16,7 @@ from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.saving import Saving
 from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.transport.batches import BatchServer, TransportError
-from stackrl.runtime.transport.messages import Hello, Sample, Version
+from stackrl.runtime.transport.messages import Batch, Hello, Sample, Version
 from stackrl.schemas.stack import Stack
 from stackrl.schemas.stages import Stage
 
@@ -97,15 +97,15 @@ class Training:
         """
         async with self._stepping:
             place = self._place(work)
-            self._recorder.sealed(place, work.groups)
+            self._recorder.sealed(place, work.groups, work.samples)
             if self._hello.index > place.index:
                 ack = await self._server.repeated(place.index, REPEATED)
                 self._server.go_on()
                 trainer = ack.metrics if ack else {}
             else:
-                await self._server.offer(build(work.samples, place, self._layout, work.held_out))
+                await self._server.offer(await self._built(work, place))
                 trainer = await self._applied(place)
-            self._step_on(work, place, trainer, {})
+            await self._step_on(work, place, trainer, {})
             self._pace.mark()
 
     async def write_down_again(self, work: Work, step: int) -> None:
@@ -154,15 +154,21 @@ class Training:
     async def _step(self, work: Work) -> None:
         place = self._place(work)
         work.record["seconds_rollouts_wait"] = self._pace.since_last()
-        batches = build(work.samples, place, self._layout, work.held_out)
+        batches = await self._built(work, place)
         groups = [group.plan.id for group in work.groups]
         packed = sum(len(sample.tokens) for sample in work.samples)
-        self._journal.seal(place, work.stage.type, groups, tokens=packed, record=work.record)
-        self._recorder.sealed(place, work.groups)
+        await self._journal.write(
+            self._journal.seal, place, work.stage.type, groups, tokens=packed, record=work.record
+        )
+        self._recorder.sealed(place, work.groups, work.samples)
         await self._server.offer(batches)
         trainer = await self._applied(place)
         pace = self._pace.lap(trained=trainer.get("tokens_packed", 0))
-        self._step_on(work, place, trainer, pace)
+        await self._step_on(work, place, trainer, pace)
+
+    async def _built(self, work: Work, place: Place) -> list[Batch]:
+        """The batch for each rank. Large arrays are made beside the event loop."""
+        return await asyncio.to_thread(build, work.samples, place, self._layout, work.held_out)
 
     async def _applied(self, place: Place) -> dict[str, float]:
         """Wait until the trainer has stepped on the batch that is offered; its metrics."""
@@ -181,11 +187,11 @@ class Training:
             await self._saving.trainer_saved()
             await self._server.fetched(FETCH_LIMIT)
 
-    def _step_on(
+    async def _step_on(
         self, work: Work, place: Place, trainer: Mapping[str, float], pace: Mapping[str, float]
     ) -> None:
         """The trainer has applied the batch of ``place``."""
-        self._journal.apply(place.index)
+        await self._journal.write(self._journal.apply, place.index)
         self.index += 1
         self.step += work.stage.type == "rl"
         self._update_engines(self.version)

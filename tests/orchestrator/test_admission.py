@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from stackrl.runtime.orchestrator.admission import Admission
 
 
-def admission(per_batch=4, max_staleness=1, step=10, batches_left=3):
-    return Admission(per_batch=per_batch, max_staleness=max_staleness, step=step, batches_left=batches_left)
+def admission(batch_size=4, max_staleness=1, step=10, batches_left=3):
+    return Admission(batch_size=batch_size, max_staleness=max_staleness, step=step, batches_left=batches_left)
 
 
-def admit_all(a, engines, first=0):
+def admit_all(a, engines, first=0, size=1):
     group = first
     while a.may_admit(engines):
-        a.admit(group)
+        a.admit(group, size)
         group += 1
     return group
 
@@ -63,19 +63,43 @@ def test_a_group_that_is_due_is_waited_for():
     assert a.choose([8, 9, 10, 11, 0, 1, 2, 3]) == [0, 1, 2, 3]
 
 
+def test_groups_of_several_sizes_make_a_batch_that_has_its_size_at_least():
+    a = admission(batch_size=16, max_staleness=1)
+    for group, size in enumerate((6, 4, 8, 6, 4, 8)):
+        assert a.may_admit(10)
+        a.admit(group, size)
+    assert not a.may_admit(10), "36 rollouts wait, and 32 is where admission ends"
+    assert a.choose([0, 1]) is None, "10 rollouts are no batch"
+    assert a.choose([0, 1, 3]) == [0, 1, 3], "those that are finished, in their order"
+    a.seal(a.choose([0, 1, 2, 3, 4, 5]))
+    assert (a.training, set(a.waiting)) == (18, {3, 4, 5}), "what is finished beyond a batch waits"
+
+
+def test_a_batch_is_not_held_up_by_what_cannot_be_trained_in_time_anyway():
+    """As after a restart with a smaller batch: dropping what is too old is left to others."""
+    a = admission(batch_size=2, max_staleness=0)
+    for group in range(6):
+        a.take_up(group, 1, admitted=10)
+    assert a.choose([1, 2, 3, 4, 5]) is None
+    assert a.choose(range(6)) == [0, 1]
+
+
 @pytest.mark.slow
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=300, deadline=None)
 @given(
-    per_batch=st.integers(1, 4),
+    batch_size=st.integers(1, 12),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=4),
     max_staleness=st.integers(0, 4),
     batches=st.integers(1, 8),
     choices=st.randoms(use_true_random=False),
 )
-def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, batches, choices):
-    """Groups finish or fail in any order, engines lag behind: each batch is fresh and the stage ends."""
-    a = admission(per_batch, max_staleness, step=0, batches_left=batches)
+def test_any_course_of_events_ends_with_fresh_batches(batch_size, sizes, max_staleness, batches, choices):
+    """Groups of any size finish or fail in any order, engines lag behind: each batch is fresh and holds what
+    it should, nothing is generated in vain, and the stage ends."""
+    sizes = [min(size, batch_size) for size in sizes]
+    a = admission(batch_size, max_staleness, step=0, batches_left=batches)
     engines, next_group, sealed = 0, 0, 0
-    admitted: dict[int, int] = {}
+    admitted: dict[int, tuple[int, int]] = {}
     running: set[int] = set()
     finished: set[int] = set()
     fails_left = restarts_left = 5
@@ -96,11 +120,12 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
             events.append("update")
         if not a.training and restarts_left:
             events.append("restart")
-        assert events, "nothing can happen any more"
+        assert [event for event in events if event != "restart"], "nothing can happen any more"
         event = choices.choice(events)
         if event == "admit":
-            a.admit(next_group)
-            admitted[next_group] = engines
+            size = choices.choice(sizes)
+            a.admit(next_group, size)
+            admitted[next_group] = (size, engines)
             running.add(next_group)
             next_group += 1
         elif event in ("finish", "fail"):
@@ -113,8 +138,9 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
                 a.drop(group)
         elif event == "seal":
             batch = a.choose(finished)
-            assert len(batch) == per_batch
-            assert all(a.step - admitted[group] <= max_staleness for group in batch)
+            rollouts = sum(admitted[group][0] for group in batch)
+            assert batch_size <= rollouts < batch_size + max(sizes)
+            assert all(a.step - admitted[group][1] <= max_staleness for group in batch)
             a.seal(batch)
             finished -= set(batch)
             sealed += 1
@@ -122,13 +148,13 @@ def test_any_course_of_events_ends_with_fresh_batches(per_batch, max_staleness, 
             a.applied()
         elif event == "restart":
             before, restarts_left = a, restarts_left - 1
-            a = admission(per_batch, max_staleness, step=before.step, batches_left=batches - sealed)
+            a = admission(batch_size, max_staleness, step=before.step, batches_left=batches - sealed)
             for group in running | finished:
-                a.take_up(group, admitted[group])
+                a.take_up(group, *admitted[group])
             assert a == before, "an orchestrator that starts again counts what it finds"
         else:
             engines = a.step
-        assert len(a.waiting) + a.training <= (max_staleness + 1) * per_batch
+        assert a.rollouts_waiting + a.training < (max_staleness + 1) * batch_size + max(sizes)
     else:
         pytest.fail("the stage did not end")
     assert not a.waiting, "nothing is generated in vain"

@@ -17,7 +17,6 @@ ROLLOUTS = 6 * 16
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", 4)
     monkeypatch.setattr("stackrl.runtime.orchestrator.engine_life.RETRY_AFTER", 0.01)
     monkeypatch.setattr("stackrl.runtime.orchestrator.engine_life.HEALTH_EVERY", 0.05)
 

@@ -47,12 +47,12 @@ class Served:
     def named(self, name: str) -> list[dict]:
         return [fields for event, fields in self.events if event == name]
 
-    async def until(self, condition, within=5.0):
+    async def until(self, condition, within=30.0):
         async with asyncio.timeout(within):
             while not condition():  # noqa: ASYNC110 (many kinds of things are waited for)
                 await asyncio.sleep(0.005)
 
-    async def update(self, step, within=5.0):
+    async def update(self, step, within=30.0):
         self.engines.aim(Version(1, step), SOURCE)
         await self.engines.holding(Version(1, step), within)
 
@@ -64,7 +64,7 @@ class Served:
 
 
 @asynccontextmanager
-async def served(*fakes, silence=0.3, timeout=0.5, within=5.0, requests=8):
+async def served(*fakes, silence=0.3, timeout=0.5, within=30.0, requests=8):
     engines = Engines(fakes, requests, PullWeights(timeout=timeout), silence=silence)
     found = Served(engines, None)
     found.task = asyncio.create_task(
@@ -240,11 +240,11 @@ async def test_waits_for_one_engine_and_not_for_all():
 
 async def test_an_engine_that_stays_away_is_named():
     engines = fakes(2)
-    async with served(*engines, within=0.4) as run:
+    async with served(*engines, within=1.0) as run:
         await run.update(1)
         engines[1].die()
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(30):
                 await run.task
         cause = first_cause(caught.value)
         assert isinstance(cause, EngineError) and "http://engine-1 was not ready within" in str(cause)
@@ -252,7 +252,7 @@ async def test_an_engine_that_stays_away_is_named():
 
 async def test_an_engine_that_dies_whenever_it_is_updated_is_named():
     [engine] = fakes(1)
-    async with served(engine, within=0.4) as run:
+    async with served(engine, within=1.0) as run:
         await run.update(1)
 
         def fault(version):
@@ -261,10 +261,10 @@ async def test_an_engine_that_dies_whenever_it_is_updated_is_named():
         engine.fault_of_update = fault
         run.engines.aim(Version(1, 2), SOURCE)
         with pytest.raises(ExceptionGroup) as caught:
-            async with asyncio.timeout(3):
+            async with asyncio.timeout(30):
                 await run.task
         assert (
-            "http://engine-0 did not serve within 0.4 s: engine http://engine-0: POST /update_weights"
+            "http://engine-0 did not serve within 1 s: engine http://engine-0: POST /update_weights"
             in str(first_cause(caught.value))
         )
 

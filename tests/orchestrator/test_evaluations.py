@@ -26,16 +26,36 @@ pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("quick")]
 
 
 async def test_held_out_environments_are_evaluated_between_steps(tmp_path):
-    plan = {
-        "every": 2,
-        "environments": [{"name": "held", "type": "reverse_text", "args": {"letters": [5, 7]}}],
-    }
-    run = make_run(tmp_path, evaluate=plan)
+    run = make_run(tmp_path, evaluate=HELD_OUT)
     trainer = FakeTrainer(run, TOKEN)
     await run_all(run, trainer, FakeEngine(reversed_badly))
-    evaluated = [event for event in lines(run.events) if event["event"] == "evaluated"]
-    held_out = [(e["when"], e["version"]) for e in evaluated if e["when"].startswith("held-out")]
-    assert held_out == [("held-out held", f"1.{step}") for step in (2, 4, 6)]
+    held_out = [
+        (e["stage"], e["version"], e["index"])
+        for e in events_of(run, "evaluated")
+        if e["when"] == "held-out held"
+    ]
+    first, before, *later = held_out
+    assert first == ("warmup", "0.0", 0), "the weights that the run begins with"
+    assert before == ("main", "1.0", 2) and later == [("main", f"1.{step}", 2 + step) for step in (2, 4, 6)]
+
+
+async def test_without_a_number_of_steps_held_out_environments_are_evaluated_around_stages(tmp_path):
+    held = [{"name": "held", "type": "reverse_text", "sampling": {"temperature": 0.5, "max_tokens": 3}}]
+    run = make_run(tmp_path, evaluate={"environments": held, "prompts": 3, "samples": 4})
+    engine = FakeEngine(reversed_badly)
+    await run_all(run, FakeTrainer(run, TOKEN), engine)
+    assert [when for when, _ in moments(run)] == ["held-out held"] * 2 + ["before"] + [
+        "held-out held",
+        "after",
+    ]
+    [first, *_] = events_of(run, "evaluated")
+    assert (first["prompts"], first["samples"], first["failed"]) == (3, 4, 0)
+    assert {"pass@2", "pass@4", "pass@4_low", "reward_high", "exact_low"} <= first.keys()
+    asked = engine.requests[: 3 * 5]
+    assert [request["temperature"] for request in asked] == [0.5] * 12 + [0.0] * 3
+    assert {request["max_tokens"] for request in asked} == {3}
+    assert len({request["seed"] for request in asked[:12]}) == 12, "answers to a prompt differ"
+    assert len({tuple(request["tokens"]) for request in asked}) == 3
 
 
 async def test_a_last_evaluation_that_was_cut_off_is_made_after_all(tmp_path):
@@ -52,7 +72,7 @@ async def test_a_last_evaluation_that_was_cut_off_is_made_after_all(tmp_path):
 
 
 async def test_evaluations_are_no_part_of_a_steps_time(tmp_path):
-    run = make_run(tmp_path, evaluate={"every": 4, "environments": STACK["environments"]})
+    run = make_run(tmp_path, evaluate={"every": 4, "environments": STACK["environments"], "prompts": 4})
     engine = FakeEngine(reversed_badly)
     plain = engine.generate
 
@@ -70,9 +90,12 @@ async def test_evaluations_are_no_part_of_a_steps_time(tmp_path):
 
 HELD_OUT = {
     "every": 2,
+    "prompts": 8,
     "environments": [{"name": "held", "type": "reverse_text", "args": {"letters": [5, 7]}}],
 }
 MOMENTS = [
+    ("held-out held", 0),
+    ("held-out held", 2),
     ("before", 2),
     ("held-out held", 4),
     ("held-out held", 6),
@@ -91,7 +114,15 @@ class Died(Exception):
 
 @pytest.mark.parametrize(
     ("moment", "made"),
-    [(MOMENTS[0], True), (MOMENTS[1], False), (MOMENTS[1], True), (MOMENTS[3], False), (MOMENTS[4], True)],
+    [
+        (MOMENTS[0], False),
+        (MOMENTS[0], True),
+        (MOMENTS[2], True),
+        (MOMENTS[3], False),
+        (MOMENTS[3], True),
+        (MOMENTS[5], False),
+        (MOMENTS[6], True),
+    ],
 )
 async def test_each_is_made_once_though_the_orchestrator_dies_before_or_after_it(
     tmp_path, monkeypatch, moment, made
@@ -121,7 +152,7 @@ async def test_each_is_made_once_though_the_orchestrator_dies_before_or_after_it
 
 @pytest.mark.parametrize(
     ("last", "checkpoint", "again"),
-    [(4, 3, [MOMENTS[1]]), (6, 6, [])],
+    [(4, 3, [MOMENTS[3]]), (6, 6, [])],
     ids=["of weights that are rolled back", "of weights that it goes on from"],
 )
 async def test_one_is_made_again_only_of_weights_that_were_rolled_back(tmp_path, last, checkpoint, again):

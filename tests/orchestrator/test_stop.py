@@ -18,11 +18,6 @@ from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.transport.messages import End
 
 
-@pytest.fixture(autouse=True)
-def quick(monkeypatch):
-    monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", 8)
-
-
 async def until(condition):
     async with asyncio.timeout(30):
         while not condition():  # noqa: ASYNC110 (what it waits for happens in threads)
@@ -74,7 +69,7 @@ async def test_while_rollouts_are_waited_for_it_stops_at_once(tmp_path):
     engine.generate = never_in_training
     trainer = FakeTrainer(run, TOKEN, save_delay=0.3)
     seconds = await stopped(run, trainer, lambda: len(lines_or_none(run)) > 3, engine)
-    assert seconds < 5 and newest(run) == len(trainer.batches)
+    assert seconds < 20 and newest(run) == len(trainer.batches)
 
 
 def lines_or_none(run):
@@ -96,7 +91,7 @@ async def test_before_the_first_step_and_before_the_trainer_there_is_nothing_to_
     trainer = FakeTrainer(run, TOKEN)
     engine = FakeEngine(reversed_badly, token_delay=60)
     seconds = await stopped(run, trainer, lambda: engine.requests, engine)
-    assert seconds < 5 and trainer.ended == [End(reason="stopped", save=False)]
+    assert seconds < 20 and trainer.ended == [End(reason="stopped", save=False)]
     assert not run.checkpoints(run.stack()).exists()
     stop = Stop()
     stop.ask()
@@ -115,7 +110,7 @@ async def test_says_so_where_stopping_takes_too_long(tmp_path):
 @pytest.mark.slow
 async def test_a_run_that_is_ending_ends_as_finished(tmp_path):
     run = make_run(tmp_path)
-    trainer = FakeTrainer(run, TOKEN, save_delay=3)
+    trainer = FakeTrainer(run, TOKEN, save_delay=1)
     await stopped(run, trainer, lambda: run.events.exists() and "after" in run.events.read_text())
     assert newest(run) == 8 and trainer.ended == [End(reason="finished", save=False)]
     assert "stopped" not in {event["event"] for event in lines(run.events)}
