@@ -7,10 +7,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loopback import free_port
 from rank_processes import on_ranks
 from torch import Tensor
 from trainer_ranks import OBJECTIVES
-from trainer_runs import free_port, make_batches, make_samples
+from trainer_runs import make_batches, make_samples
 
 from stackrl.runtime.trainer import checkpoint
 from stackrl.runtime.trainer.meshes import Meshes

@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
@@ -17,6 +16,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 import pytest_asyncio
+from loopback import free_port
 
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.stack import Stack
@@ -29,6 +29,9 @@ if TYPE_CHECKING:
 
 TOKEN = "a-token-for-tests"
 PLAIN = "qwen3"
+ONE_PROCESS_LESS = {"distributed-executor-backend": "vllm.v1.executor.uniproc_executor.UniProcExecutor"}
+"""vLLM's worker in the process of its engine: each process takes ten seconds to import vLLM. The run that
+learns (end_to_end/test_learning.py) has it apart, as vLLM has it on CPUs by itself."""
 WIDER = {"llama": {"hidden_size": 128}}
 """What a kind is served with: vLLM on CPUs has no attention heads of 16."""
 READY_TIMEOUT = 400.0
@@ -154,7 +157,12 @@ def _make_run(folder: Path) -> tuple[RunFolder, str]:
             "device": "cpu",
             "model": {"init": "random", "architecture": "qwen3", "dtype": "float32"},
             "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
-            "inference": {"max_model_length": 256, "max_requests": 16, "cache_memory": "256MiB"},
+            "inference": {
+                "max_model_length": 256,
+                "max_requests": 16,
+                "cache_memory": "256MiB",
+                "arguments": ONE_PROCESS_LESS,
+            },
             "environments": [{"name": "reverse", "type": "reverse_text"}],
             "stages": [{"name": "main", "type": "rl", "steps": 1}],
         }
@@ -163,12 +171,6 @@ def _make_run(folder: Path) -> tuple[RunFolder, str]:
     endpoints = {"orchestrator": "", "weights": "", "engines": [url], "rendezvous": ""}
     (run.path / "endpoints.json").write_text(json.dumps(endpoints))
     return run, url
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
 
 
 def _wait(url: str, process: subprocess.Popen, log: Path) -> None:

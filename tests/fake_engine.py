@@ -36,6 +36,8 @@ class FakeEngine:
         self.updates: list[tuple[Version, str]] = []
         self.requests: list[dict] = []
         """What was asked of it, in order."""
+        self.asked: list[list[int]] = []
+        """Tokens whose logprobs it was asked for."""
         self.running = 0
         self.fault: Callable[[dict], None] = lambda request: None
         """Called with each request; may raise."""
@@ -99,6 +101,11 @@ class FakeEngine:
         self.requests.append(request)
         return await self._asked("POST /inference/v1/generate", 3600, self._sample(request, stop_token_ids))
 
+    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """See `told_of`."""
+        self.asked.append(list(tokens))
+        return await self._asked("POST /inference/v1/generate", 3600, self._told(tokens))
+
     async def version(self, within: float = 60.0) -> Version:
         return await self._asked("GET /weight_info", within, self._label())
 
@@ -145,6 +152,9 @@ class FakeEngine:
             else None,
         )
 
+    async def _told(self, tokens: Sequence[int]) -> np.ndarray:
+        return told_of(tokens)
+
     async def _label(self) -> Version:
         if self.held is None:
             raise EngineError(f"engine {self.url}: its weights are of no version")
@@ -179,6 +189,12 @@ class FakeEngine:
             return await work
         finally:
             work.close()
+
+
+def told_of(tokens: Sequence[int]) -> np.ndarray:
+    """Logprobs that depend on each token and on how many come before it."""
+    told = [-(token % 11 + place / 100) for place, token in enumerate(tokens)]
+    return np.array([0.0, *told[1:]], "<f4")
 
 
 def routes_of(tokens: Sequence[int]) -> np.ndarray:

@@ -122,7 +122,7 @@ def start_node(run: RunFolder, *, report: bool = False, **environment: str) -> S
     return _starter().start(program, {**os.environ, **environment}, tempfile.TemporaryFile("w+"))
 
 
-def wait_until(condition: Callable[[], Any], limit: float = 20.0) -> Any:
+def wait_until(condition: Callable[[], Any], limit: float = 60.0) -> Any:
     """What the condition finds at last. A file that nobody has written yet is a reason to wait."""
     deadline = time.monotonic() + limit
     while not (found := _found(condition)):

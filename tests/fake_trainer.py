@@ -98,7 +98,7 @@ class _Rank:
         trainer = self._trainer
         url = trainer._run.endpoints().orchestrator
         with BatchClient(url, trainer._token, self._greeting) as client, self._staying_known(client):
-            client.hello(timeout=20)
+            self._until_answered(lambda: client.hello(timeout=2))
             while trainer._stop_at is None or self._position[0] < trainer._stop_at:
                 message = self._fetch(client)
                 if isinstance(message, End):
@@ -203,7 +203,7 @@ def _trained_by(checkpoint: Path | None) -> dict[str, list[list[str]]]:
 def _logprobs(batch: Batch) -> Logprobs:
     """Zero for each trained token."""
     lengths = [
-        int(micro.loss_mask[end - length : end].sum())
+        int(np.count_nonzero(micro.loss_mask[end - length : end]))
         for micro in batch.micro_batches
         for end, length in zip(np.cumsum(micro.lengths), micro.lengths, strict=True)
     ]

@@ -28,7 +28,7 @@ from small_runs import TOKEN, reversed_badly
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.orchestrator import __main__ as program
-from stackrl.runtime.orchestrator import evaluation, saving
+from stackrl.runtime.orchestrator import saving
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.saving import Saving
@@ -185,7 +185,6 @@ def _live(run: str, point: str, step: int, stderr: str) -> int:
 
 def main() -> None:
     assert saving.checkpoints is checkpoints
-    evaluation.PROMPTS = 8
     program._engines = lambda *_: [FakeEngine(reversed_badly)]
     for line in sys.stdin:
         if (pid := os.fork()) == 0:

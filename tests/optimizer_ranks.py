@@ -7,12 +7,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from loopback import free_port
 from rank_processes import on_ranks
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
-from trainer_runs import free_port
 
 from stackrl.runtime.trainer import checkpoint
 from stackrl.runtime.trainer.optimizer import clip, global_norm, make_optimizer

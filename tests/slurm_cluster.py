@@ -10,7 +10,6 @@ import contextlib
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import time
@@ -18,6 +17,7 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 
+from stackrl.runtime.launch.ports import free_ports
 from stackrl.runtime.processes import die_with
 
 CPU_NODES, GPU_NODES, GPUS = ("cpu1", "cpu2"), ("gpu1", "gpu2", "big1"), 4
@@ -93,7 +93,7 @@ class Cluster:
 
     def start(self) -> None:
         """Write the configuration and start all daemons. Raises TimeoutError."""
-        port, *ports = _free_ports(1 + len(CPU_NODES) + len(GPU_NODES))
+        port, *ports = free_ports(1 + len(CPU_NODES) + len(GPU_NODES), "0.0.0.0")
         nodes = dict(zip((*CPU_NODES, *GPU_NODES), ports, strict=True))
         self.configuration.write_text(
             CONFIGURATION.format(
@@ -224,14 +224,6 @@ def wait_until(condition: Callable[[], object], what: str, limit: float) -> None
 def _node(name: str, number: int, port: int) -> str:
     gpus = f" Gres=gpu:{GPU_TYPES[name]}:{GPUS}" if name in GPU_TYPES else ""
     return f"NodeName={name} NodeHostname=localhost NodeAddr=127.0.0.{1 + number} Port={port}{gpus}"
-
-
-def _free_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as taken:
-        sockets = [taken.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("", 0))
-        return [one.getsockname()[1] for one in sockets]
 
 
 def _found(program: str) -> str | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-import socket
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
 from random import Random
 from typing import Any
+
+from loopback import free_port
 
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.run import Endpoints, RunFolder, State
@@ -26,6 +27,7 @@ STACK: dict[str, Any] = {
     "environments": [{"name": "reverse", "type": "reverse_text", "args": {"letters": [3, 6]}}],
     "sampling": {"max_tokens": 9, "timeout": 20.0},
     "algorithm": {"group_size": 4, "batch_size": 16, "max_staleness": 1},
+    "evaluate": {"prompts": 8},
     "checkpoint": {"every": 3},
     "stages": [
         {"name": "warmup", "type": "supervised", "steps": 2, "batch_size": 8},
@@ -56,12 +58,6 @@ def begin_attempt(run: RunFolder) -> None:
     run.write_state(State(status="running", attempt=before.attempt + 1, incarnation=before.incarnation + 1))
     url = f"http://127.0.0.1:{free_port()}"
     run.write("endpoints.json", vars(Endpoints(orchestrator=url, weights="", engines=[], rendezvous="")))
-
-
-def free_port() -> int:
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        return taken.getsockname()[1]
 
 
 def lines(path: Path) -> list[dict[str, Any]]:

@@ -13,14 +13,9 @@ PLANNED = {
     "glm5",
     "glm5-b200",
     "glm5-h200",
-    "math",
-    "math-kubernetes",
-    "math-slurm",
-    "math-spot",
     "minimax-m2.5-swe",
     "qwen3-30b-a3b-math",
     "qwen3-30b-a3b-swe",
-    "wordle",
 }
 """Stacks that are checked and planned, and ask for what the runtime cannot do yet."""
 

@@ -61,8 +61,8 @@ _LATENT = dict(
 
 
 def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
-    """Of ``qwen3``, ``qwen3-tied``, ``qwen3-moe``, ``llama``, ``glm4-moe``, ``glm5`` or ``minimax-m2``, with
-    ``changes`` in transformers' words."""
+    """Of ``qwen3``, ``qwen3-moe``, each with ``-tied`` behind it or not, ``llama``, ``glm4-moe``, ``glm5`` or
+    ``minimax-m2``, with ``changes`` in transformers' words."""
     family, _, variant = kind.partition("-")
     if family == "glm4":
         return Glm4MoeConfig(**_SHAPE | _GLM_EXPERTS | changes)
@@ -73,9 +73,10 @@ def tiny_config(kind: str, **changes: Any) -> PreTrainedConfig:
         return MiniMaxM2Config(**_SHAPE | parts | changes)
     if family == "llama":
         return LlamaConfig(**_SHAPE | {"head_dim": None} | changes)
-    if variant == "moe":
-        return Qwen3MoeConfig(**_SHAPE | _EXPERTS | changes)
-    return Qwen3Config(**_SHAPE | {"tie_word_embeddings": variant == "tied"} | changes)
+    tied = {"tie_word_embeddings": variant.endswith("tied")}
+    if variant.startswith("moe"):
+        return Qwen3MoeConfig(**_SHAPE | _EXPERTS | tied | changes)
+    return Qwen3Config(**_SHAPE | tied | changes)
 
 
 def tiny_model(config: PreTrainedConfig) -> PreTrainedModel:

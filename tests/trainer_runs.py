@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import socket
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from functools import cache
@@ -15,6 +14,7 @@ import numpy as np
 from forked import Started, Starter
 
 from stackrl.runtime import checkpoints, trainer
+from stackrl.runtime.launch.ports import free_ports
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.packing import causal_cost
 from stackrl.runtime.run import Endpoints, RunFolder, State
@@ -63,7 +63,7 @@ def make_run(path: Path, stack: Stack, incarnation: int = 1) -> RunFolder:
     path.mkdir(parents=True, exist_ok=True)
     run = RunFolder(path)
     run.write_plan(stack, {})
-    ports = [free_port() for _ in range(3)]
+    ports = free_ports(3)
     run.write("endpoints.json", asdict(endpoints(*ports)))
     run.write_state(State(incarnation=incarnation))
     return run
@@ -72,11 +72,6 @@ def make_run(path: Path, stack: Stack, incarnation: int = 1) -> RunFolder:
 def endpoints(orchestrator: int, weights: int, rendezvous: int) -> Endpoints:
     url = "http://127.0.0.1:{}".format
     return Endpoints(url(orchestrator), url(weights), [], f"127.0.0.1:{rendezvous}")
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
 
 
 def make_samples(count: int, seed: int, vocabulary: int = 262) -> list[Sample]:

@@ -8,8 +8,9 @@ from pathlib import Path
 import msgspec
 import torch
 import torch.distributed as dist
+from loopback import free_port
 from trainer_ranks import on_ranks
-from trainer_runs import free_port, make_batches, make_samples
+from trainer_runs import make_batches, make_samples
 
 from stackrl.runtime.trainer.parallelize import build, gathered
 from stackrl.runtime.trainer.ranks import Rank, join, leave

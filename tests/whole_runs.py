@@ -11,8 +11,8 @@ from small_runs import STACK, TOKEN, lines, reversed_badly
 
 from stackrl.runtime.orchestrator.loop import orchestrate
 
-PROMPTS = 8
-"""Of an evaluation, with the fixture `quick`."""
+PROMPTS = STACK["evaluate"]["prompts"]
+"""Of an evaluation."""
 
 
 def algorithm(**changes):

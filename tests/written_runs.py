@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from random import Random
+from statistics import fmean
 
+import msgspec
 import numpy as np
 from small_runs import chat, make_run
 
@@ -21,7 +23,6 @@ from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout, ro
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.run import RunFolder, State
 from stackrl.runtime.transport.messages import Sample, Span, Version
-from stackrl.schemas.algorithm import GrpoAdvantage
 from stackrl.schemas.loader import load
 from stackrl.schemas.stack import Rollouts
 
@@ -60,7 +61,7 @@ def written_run(
                 make_group(number, step, answer or _babble(random, step / steps), random, steps)
                 for number in range(step * per_step // GROUP, min(rollouts, (step + 1) * per_step) // GROUP)
             ]
-            log.add(index, step, "main", groups, GrpoAdvantage())
+            log.add(index, step, "main", groups, samples_of(groups))
             for documents, lengths, logprobs in _trainer_says(groups, random):
                 log.add_logprobs(index, documents, lengths, logprobs)
             if step % 5 == 4:  # the log leaves out what comes faster than the disk can take it
@@ -110,6 +111,16 @@ def make_group(number: int, step: int, answer: Answer, random: Random, steps: in
     return FinishedGroup(
         plan, [_rollout(plan, n, answer, random, step / max(1, steps)) for n in range(GROUP)]
     )
+
+
+def samples_of(groups: Sequence[FinishedGroup]) -> list[Sample]:
+    """As they are trained: each rollout's advantage is its reward minus the group's mean."""
+    return [
+        msgspec.structs.replace(sample, advantage=rollout.reward - fmean(group.rewards))
+        for group in groups
+        for rollout in group.rollouts
+        for sample in rollout.samples
+    ]
 
 
 def _rollout(plan: Plan, number: int, answer: Answer, random: Random, skill: float) -> Rollout:

@@ -36,6 +36,76 @@ BAD = {
     "typo in a stage": changed(("clean_steps: 10", "cleansteps: 10")),
     "a key of another variant": changed(("type: rl, steps: 5", "type: rl, steps: 5, noise: 0.5")),
     "unknown loss": changed(("type: aipo", "type: ppo")),
+    "a key of another loss": changed(("type: aipo, ratio_cap: 2.0", "type: gspo, ratio_cap: 2.0")),
+    "a divergence without a name that is known": changed(("ratio_cap: 2.0", "kl: {estimator: k4}")),
+    "a correction that cuts off agreement": changed(
+        ("type: aipo, ratio_cap: 2.0", "type: reinforce, correction: {low: 1.5, high: 2.0}")
+    ),
+    "a loss of one's own without a function": changed(
+        ("type: aipo, ratio_cap: 2.0", "type: python, path: own/losses.py")
+    ),
+    "a weight of a reward that is not there": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, rewards: {similarty: 1}")
+    ),
+    "a group that is larger than a step": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, group_size: 65")
+    ),
+    "an environment whose replies do not fit": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, sampling: {max_tokens: 4096}")
+    ),
+    "an evaluation that is to learn": changed(
+        (
+            ROLES,
+            ROLES + "    evaluate:\n      environments: [{name: r, type: reverse_text, group_size: 4, "
+            "component: ce}]\n",
+        )
+    ),
+    "evaluations of nothing": changed((ROLES, ROLES + "    evaluate: {every: 5}\n")),
+    "a policy for failures that is not known": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, failures: ignore")
+    ),
+    "a reward that is no function": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: dataset, args: {dataset: a.jsonl, reward: {good: 'my rewards.py:good', better: 2}}",
+        )
+    ),
+    "a judge whose key nobody brings": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: dataset, args: {dataset: a.jsonl, reward: {good: {judge: {endpoint: 'https://judge/v1', "
+            "model: m, secret: JUDGE_KEY}}}}",
+        )
+    ),
+    "a sandbox that isolates nothing": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: swe, args: {dataset: miniature, sandbox: {type: host}}",
+        )
+    ),
+    "keys of another sandbox": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: swe, args: {dataset: miniature, sandbox: {type: bubblewrap, memory: 2GB, image: python}}",
+        )
+    ),
+    "a package without a name": changed(
+        ("type: reverse_text, args: {letters: [3, 6]}", "type: verifiers, agent: {max_turns: 3}")
+    ),
+    "keys of a package elsewhere": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, id: will/wordle, python: /usr/bin/python3")
+    ),
+    "two packages that are one module": changed(
+        (
+            "      - {name: reverse, type: reverse_text, args: {letters: [3, 6]}}\n",
+            "      - {name: one, type: verifiers, id: will/word-game, version: '0.9'}\n"
+            "      - {name: two, type: verifiers, id: other/word_game}\n"
+            "      - {name: three, type: verifiers, id: will/word-game, version: '1.0'}\n",
+        )
+    ),
+    "workers that have nothing to do": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, workers: 4")
+    ),
     "unknown environment": changed(("type: reverse_text", "type: reverse-text")),
     "unknown architecture": changed(("qwen3", "qwen2")),
     "stage without a type": changed(("type: rl, ", "")),
@@ -241,6 +311,28 @@ BAD |= {
 BAD |= {
     "a secret written as a value": changed(("workdir: .", "secrets: {STACKRL_TOKEN: abc, HF_TOKEN: hf_abc}")),
     "a secret that is no secret": changed(("{STACK: small.yaml}", "{STACK: small.yaml, STACKRL_TOKEN: abc}")),
+}
+
+# what is learnt from a reward
+BAD |= {
+    "a group of one that is compared": changed(("group_size: 8", "group_size: 1")),
+    "typo in an advantage": changed(
+        ("group_size: 8", "group_size: 8\n      advantage: {type: rae, dekay: 0.9}"),
+    ),
+    "unknown advantage": changed(("group_size: 8", "group_size: 8\n      advantage: {type: gae}")),
+    "a buffer over its limit": changed(
+        ("group_size: 8", "group_size: 8\n      shaping: {overlong: {limit: 5, buffer: 9}}"),
+    ),
+    "a curriculum without a choice": changed(("group_size: 8", "group_size: 8\n      curriculum: {}")),
+    "a divergence from no reference": changed(
+        ("group_size: 8", "group_size: 8\n      shaping: {divergence: {weight: 0.1}}"),
+    ),
+    "a reference that nobody looks at": changed(
+        ("group_size: 8", "group_size: 8\n      reference: {endpoint: 'http://a:1', secret: KEY}"),
+    ),
+    "answers of a teacher that is not there": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, component: ce, sampled_by: reference"),
+    ),
 }
 
 # what is no stack at all

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 import torch
 import yaml
+from engine_server import ONE_PROCESS_LESS
 from quick_recipe import GAIN, STACK, WARMUP
 from small_runs import lines
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -33,7 +34,7 @@ from stackrl.runtime.transport.weights import WeightsGone, receive
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]
 
 LIMIT = 1200.0
-"""Seconds; about 200 on two idle cores."""
+"""Seconds; about 160 on two idle cores."""
 TOKEN = secrets.token_urlsafe(32)
 RL, EVERY = 24, 4
 KILLED = {"engine-0": 4, "orchestrator": 10, "trainer-0": 15}
@@ -71,6 +72,7 @@ class Survived:
 def survived(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Survived]:
     folder = tmp_path_factory.mktemp("survived")
     task = yaml.safe_load(STACK)
+    task["_metadata"]["stack"]["inference"]["arguments"] = ONE_PROCESS_LESS
     task["_metadata"]["stack"]["checkpoint"] = {"every": EVERY, "keep": 2}
     task["_metadata"]["stack"]["stages"][1]["steps"] = RL
     (folder / "quick.yaml").write_text(yaml.safe_dump(task, sort_keys=False))

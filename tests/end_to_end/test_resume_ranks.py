@@ -46,6 +46,7 @@ def stack(ranks: int, context: int) -> Stack:
         environments=[{"name": "reverse", "type": "reverse_text", "args": {"letters": [3, 6]}}],
         sampling={"max_tokens": 9, "timeout": 60.0},
         algorithm={"group_size": 4, "batch_size": BATCH, "max_staleness": 0},
+        evaluate={"prompts": 8},
         checkpoint={"every": EVERY},
         stages=[
             {"name": "warmup", "type": "supervised", "steps": SUPERVISED, "batch_size": 8},
@@ -121,11 +122,6 @@ def _reached(run: RunFolder, index: int | None) -> bool:
         return False
     complete = checkpoints.folder(run.checkpoints(run.stack()), index) / checkpoints.MANIFEST
     return complete.exists() and lines(run.metrics)[-1]["index"] >= index
-
-
-@pytest.fixture(autouse=True)
-def _small_evaluations(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("stackrl.runtime.orchestrator.evaluation.PROMPTS", 8)
 
 
 def test_from_one_rank_to_two_that_share_batches_to_two_that_do_not(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from engine_server import ONE_PROCESS_LESS
 from fake_roles import fresh_home
 
 from stackrl.runtime.launch.audit import audit
@@ -29,6 +30,7 @@ def test_three_nodes_find_each_other_and_train(tmp_path: Path, monkeypatch: pyte
     file = tmp_path / "three.yaml"
     parts = task["_metadata"]["stack"]
     parts["roles"] = {"trainer": {"nodes": 2}, "inference": {"nodes": 1}}
+    parts["inference"]["arguments"] = ONE_PROCESS_LESS
     parts["checkpoint"] = {"path": str(tmp_path / "checkpoints"), "every": 1}
     file.write_text(yaml.safe_dump(task | {"num_nodes": 3, "envs": {"STACK": file.name}}))
     with fresh_home(tmp_path, monkeypatch):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from aiohttp import web
-from engine_server import free_port
+from loopback import free_port
 
 from stackrl.runtime.inference.client import Engine, EngineError, EngineLost
 from stackrl.runtime.transport.messages import Span, Version
@@ -68,7 +68,7 @@ async def server() -> AsyncIterator[Server]:
 
 @pytest_asyncio.fixture
 async def engine(server: Server) -> AsyncIterator[Engine]:
-    engine = Engine(server.url, TOKEN, timeout=5)
+    engine = Engine(server.url, TOKEN, timeout=20)
     yield engine
     await engine.close()
 
@@ -264,7 +264,7 @@ async def test_an_update_over_its_time_is_a_lost_engine_that_can_be_settled(serv
     """Nobody waits for a silent engine once more: what it left open is ended when it answers again."""
     server.label, server.answers[silent] = "1.1", never
     with pytest.raises(EngineLost, match=rf"engine {server.url}: POST /{silent} got no answer in 0\.\d+ s"):
-        async with asyncio.timeout(2):
+        async with asyncio.timeout(20):
             await engine.update(Version(2, 3), "http://trainer:1", "keep", timeout=0.4)
     assert server.calls[-1].startswith(silent)
     del server.answers[silent]

@@ -134,7 +134,7 @@ async def test_a_caller_that_leaves_frees_its_place(real_engine: RealEngine, cli
     for task in leaving:
         task.cancel()
     await asyncio.gather(*leaving, return_exceptions=True)
-    for _ in range(50):
+    for _ in range(300):
         if not await busy(real_engine):
             return
         await asyncio.sleep(0.1)

@@ -40,8 +40,9 @@ def distance(model: Model, engine: RealEngine) -> float:
     "real_engine",
     [
         pytest.param(None, id="qwen3"),
-        pytest.param("qwen3-tied", id="tied"),
-        pytest.param("qwen3-moe", id="qwen3_moe"),
+        pytest.param("qwen3-moe-tied", id="tied qwen3_moe"),
+        pytest.param("qwen3-moe", id="qwen3_moe", marks=pytest.mark.nightly),
+        pytest.param("qwen3-tied", id="tied", marks=pytest.mark.nightly),
         pytest.param("llama", id="llama", marks=pytest.mark.nightly),
         pytest.param("glm4-moe", id="glm4_moe", marks=pytest.mark.nightly),
     ],

@@ -315,6 +315,7 @@ def test_a_run_of_this_machine_has_a_handle_and_one_without_is_of_this_machine()
     assert Handle.of(run) == Handle("local")
 
 
+@pytest.mark.slow
 def test_a_run_of_another_machine_with_the_same_home_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     run = make_run(process("orchestrator", SERVES))
     Handle("local", hourly=0.0, details={"host": "elsewhere"}).write(run)
@@ -326,4 +327,4 @@ def test_a_run_of_another_machine_with_the_same_home_is_named(capsys: pytest.Cap
     assert main(["exec", run.id, "--", "true"]) == 2
     assert "is on elsewhere" in capsys.readouterr().err
     Handle("local", hourly=0.0).write(run)
-    assert main(["down", run.id]) == 0 and node.wait(timeout=5) == 1
+    assert main(["down", run.id]) == 0 and node.wait(timeout=30) == 1

@@ -140,7 +140,7 @@ def test_down_ends_a_run_and_is_fine_where_there_is_nothing_to_end(
     run, node = started(process("engine", tells, str(note)), process("orchestrator", SERVES))
     pid = int(wait_until(lambda: note.exists() and note.read_text()))
     assert runs.down("latest") == 0
-    assert gone(pid) and node.wait(timeout=5) == 1
+    assert gone(pid) and node.wait(timeout=30) == 1
     assert run.state().status == "stopped"
     assert "--resume" in capsys.readouterr().err
     assert runs.down("latest") == 0

@@ -122,15 +122,15 @@ def test_a_slow_command_is_ended_with_its_children_and_holds_up_nobody(
     began = time.monotonic()
     for _ in range(300):  # more than wait
         telling.alarm(ALARM, RECORD)
-    assert time.monotonic() - began < 10, "alarms wait for the command"
+    assert time.monotonic() - began < 20, "alarms wait for the command"
     while "guards.notify.command: took longer than 2 s and was ended" not in caplog.text:
-        assert time.monotonic() - began < 20, "the command goes on"
+        assert time.monotonic() - began < 60, "the command goes on"
         time.sleep(0.05)
     telling.close()
-    assert time.monotonic() - began < 40
+    assert time.monotonic() - began < 80
     assert "`guards.notify` is too slow" in caplog.text
     child = Path(f"/proc/{(tmp_path / 'child').read_text().strip()}/stat")
-    deadline = time.monotonic() + 5
+    deadline = time.monotonic() + 30
     while child.exists() and ") Z" not in child.read_text():
         assert time.monotonic() < deadline, "the command's child lives on"
         time.sleep(0.05)

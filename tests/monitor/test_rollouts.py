@@ -11,16 +11,13 @@ from random import Random
 
 import numpy as np
 import pytest
-from written_runs import make_group
+from written_runs import make_group, samples_of
 
 from stackrl.runtime.monitor import rollouts
 from stackrl.runtime.monitor.kept_rollouts import count_rollouts, read_steps
 from stackrl.runtime.monitor.rollouts import RolloutLog
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
-from stackrl.schemas.algorithm import GrpoAdvantage
 from stackrl.schemas.stack import Rollouts
-
-ADVANTAGE = GrpoAdvantage()
 
 
 def groups_of(step: int, count: int = 2):
@@ -35,7 +32,8 @@ def groups_of(step: int, count: int = 2):
 def keep(folder: Path, steps: range, settings: Rollouts) -> None:
     log = RolloutLog(folder, settings)
     for step in steps:
-        log.add(step, step, "main", groups_of(step), ADVANTAGE)
+        groups = groups_of(step)
+        log.add(step, step, "main", groups, samples_of(groups))
     log.close()
 
 
@@ -46,13 +44,13 @@ def kept_steps(folder: Path) -> list[int]:
 def test_what_the_trainer_gets_is_what_is_kept(tmp_path):
     groups = groups_of(3)
     log = RolloutLog(tmp_path, Rollouts())
-    log.add(7, 3, "main", groups, ADVANTAGE)
+    log.add(7, 3, "main", groups, samples_of(groups))
     log.close()
     (step,) = read_steps(tmp_path)
     assert (step.about.index, step.about.step, step.about.stage, step.about.rollouts) == (7, 3, "main", 8)
     assert [kept.id for kept in step.rollouts] == [r.id for group in groups for r in group.rollouts]
 
-    samples = [sample for group in groups for sample in group.message(ADVANTAGE).samples]
+    samples = samples_of(groups)
     place = Place(1, 7, 3, "main", 3, False, False)
     batches = build(samples, place, Layout(4096, 2, cost=float))
     trained = {}
@@ -80,7 +78,7 @@ def test_what_the_trainer_gets_is_what_is_kept(tmp_path):
 
 def test_the_logprobs_of_all_ranks_come_together(tmp_path):
     log = RolloutLog(tmp_path, Rollouts())
-    log.add(0, 0, "main", groups_of(0), ADVANTAGE)
+    log.add(0, 0, "main", groups_of(0), samples_of(groups_of(0)))
     log.add_logprobs(0, ["0-0", "1-1"], np.array([2, 1]), np.array([-1.0, -2.0, -3.0]))
     log.add_logprobs(0, ["0-2/1"], np.array([1]), np.array([-4.0]))
     log.add_logprobs(5, ["9-9"], np.array([1]), np.array([-4.0]))
@@ -97,7 +95,7 @@ def test_a_batch_that_is_added_again_keeps_its_logprobs(tmp_path):
     keep(tmp_path, range(1), Rollouts())
     log = RolloutLog(tmp_path, Rollouts())
     log.add_logprobs(0, ["0-0"], np.array([1]), np.array([-1.0]))
-    log.add(0, 0, "main", groups_of(0), ADVANTAGE)
+    log.add(0, 0, "main", groups_of(0), samples_of(groups_of(0)))
     log.close()
     (step,) = read_steps(tmp_path)
     assert step.logprobs.keys() == {"0-0"}
@@ -114,7 +112,7 @@ def test_every_third_step_is_kept(tmp_path):
 def test_nothing_is_kept_where_the_stack_says_so(tmp_path):
     folder = tmp_path / "rollouts"
     log = RolloutLog(folder, None)
-    log.add(0, 0, "main", groups_of(0), ADVANTAGE)
+    log.add(0, 0, "main", groups_of(0), samples_of(groups_of(0)))
     log.add_logprobs(0, ["0-0"], np.array([1]), np.array([-1.0]))
     log.forget_from(0)
     log.close()
@@ -173,7 +171,7 @@ def test_a_disk_that_does_not_take_it_is_a_warning(tmp_path, caplog):
     log.forget_from(0)
     folder.rmdir()
     folder.write_text("no folder any more")
-    log.add(0, 0, "main", groups_of(0), ADVANTAGE)
+    log.add(0, 0, "main", groups_of(0), samples_of(groups_of(0)))
     log.close()
     assert "the report will lack step 1" in caplog.text
 
@@ -191,7 +189,7 @@ def test_a_slow_disk_holds_nobody_up_and_takes_no_memory(tmp_path, caplog, monke
     log = RolloutLog(tmp_path, Rollouts())
     groups = groups_of(0)
     for step in range(rollouts._MOST_WAITING + 3):
-        log.add(step, step, "main", groups, ADVANTAGE)  # returns while the disk takes nothing
+        log.add(step, step, "main", groups, samples_of(groups))  # returns while the disk takes nothing
     assert not kept_steps(tmp_path)
     assert "the disk is too slow" in caplog.text
     opened.set()

@@ -115,7 +115,7 @@ def test_a_second_signal_ends_at_once_what_does_not_mind_the_first(tmp_path: Pat
     time.sleep(1)
     assert node.poll() is None and not gone(pids[0])  # it is given time
     node.send_signal(signal.SIGINT)
-    node.communicate(timeout=5)
+    node.communicate(timeout=30)
     assert node.returncode == 130 and gone(*pids)
 
 
@@ -123,7 +123,7 @@ def test_a_killed_guard_leaves_nothing(tmp_path: Path) -> None:
     run, pids, node = tree(tmp_path, TREE)
     node.kill()
     node.wait()
-    wait_until(lambda: gone(*pids), limit=10)
+    wait_until(lambda: gone(*pids))
     wait_until(lambda: run.keeper() is None)
     assert run.state().status == "stopped"
     assert run.state().reason == "stopped: the guard of the node program was killed"

@@ -200,7 +200,14 @@ exec({dies!r})
     assert len(Path(note).read_text().split()) == 3 and left.read_text() == ""
 
 
-@pytest.mark.parametrize("victim", ["engine-0", "trainer-0", "orchestrator"])
+@pytest.mark.parametrize(
+    "victim",
+    [
+        "trainer-0",
+        pytest.param("engine-0", marks=pytest.mark.nightly),
+        pytest.param("orchestrator", marks=pytest.mark.nightly),
+    ],
+)
 def test_a_stopped_role_is_ended_and_started_again(victim: str) -> None:
     work = BEATS + LIVES + f"others(({victim!r}, 2))"
     run = make_run(
@@ -215,7 +222,7 @@ def test_a_stopped_role_is_ended_and_started_again(victim: str) -> None:
     stopped = time.time()
     output, _ = node.communicate(timeout=60)
     assert node.returncode == 0, output
-    assert min(event["time"] for event in events(run, "restarted")) - stopped < 5 + 10
+    assert min(event["time"] for event in events(run, "restarted")) - stopped < 5 + 20
     restarted = {event["process"]: event["reason"] for event in events(run, "restarted")}
     assert re.fullmatch(rf"{victim} was silent for \d+ s \(stopped: SIGSTOP\)", restarted[victim])
     alone = victim != "trainer-0"

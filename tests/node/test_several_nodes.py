@@ -297,7 +297,7 @@ def test_a_node_that_comes_late_keeps_nobody_from_waiting(nodes: Nodes) -> None:
     nodes.finish()
     nodes.start(0, 1)
     wait_until(lambda: all_runs() and "waiting for" in (all_runs()[0].logs(1) / "node.log").read_text())
-    time.sleep(5)
+    time.sleep(2)
     nodes.start(2)
     outputs = nodes.outputs()
     assert nodes.codes() == [0, 0, 0], outputs

@@ -103,7 +103,7 @@ def test_nothing_is_saved_where_nothing_was_trained_since_the_last_checkpoint() 
     node.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert end(node)[0] == 1
-    assert not (run.path / "saved").exists() and time.monotonic() - began < 5
+    assert not (run.path / "saved").exists() and time.monotonic() - began < 20
     assert run.state().roles["orchestrator"] == "ended" and stopping(run)["saves"] is False
 
 
@@ -117,7 +117,7 @@ def test_a_second_signal_does_not_wait_for_the_checkpoint() -> None:
     node.send_signal(signal.SIGTERM)
     began = time.monotonic()
     assert end(node)[0] == 1
-    assert time.monotonic() - began < 5 and not (run.path / "saved").exists()
+    assert time.monotonic() - began < 20 and not (run.path / "saved").exists()
     assert run.state().status == "stopped"
 
 

@@ -147,9 +147,8 @@ def main() -> None:
     install(run, role)
     if role == "node":
         sys.exit(_node(run))
-    from stackrl.runtime.orchestrator import evaluation, rollback
+    from stackrl.runtime.orchestrator import rollback
 
-    evaluation.PROMPTS = 4
     if os.environ.get(KEEPS_JOURNAL):
         rollback.replace = _keep
     sys.argv = [sys.argv[0], str(run)]

@@ -12,7 +12,7 @@ from crashing import Crash
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IN_DEFAULT_TESTS, NIGHTLY = 20, 200
+IN_DEFAULT_TESTS, NIGHTLY = 12, 200
 
 
 def _try(seed: int, folder: Path, tokenizer: Path) -> None:

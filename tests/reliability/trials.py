@@ -65,6 +65,7 @@ STACK: dict[str, Any] = {
     "environments": [{"name": "reverse", "type": "reverse_text", "args": {"letters": [3, 6]}}],
     "sampling": {"max_tokens": 9, "timeout": 20.0},
     "algorithm": {"group_size": 3, "batch_size": 9, "max_staleness": 1},
+    "evaluate": {"prompts": 4},
     "checkpoint": {"every": 3, "keep": 2},
     "limits": {"silence_seconds": 20, "restarts": 6, "stop_seconds": 20},
     "stages": stages(),

@@ -49,8 +49,9 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
     [
         (
             "type: aipo",
-            "type: apio",
-            "algorithm.loss.type: the text 'apio' is not one of aipo, grpo; did you mean aipo?",
+            "type: aipoo",
+            "algorithm.loss.type: the text 'aipoo' is not one of aipo, grpo, dapo, dr_grpo, gspo, gmpo, "
+            "cispo, decoupled_ppo, dppo, ipo, icepop, topr, sapo, reinforce, python; did you mean aipo?",
         ),
         ("type: aipo", "type: [aipo]", "algorithm.loss.type: a list is not one of aipo, grpo"),
         ("type: rl, ", "", "stages.1.type: the key type is missing; say type: supervised or rl"),
@@ -66,7 +67,7 @@ def test_all_problems_at_once_in_the_order_of_the_file(tmp_path):
             "hiden_size",
             "model.config.hiden_size: there is no such key; did you mean hidden_size?",
         ),
-        ("group_size: 8", "group_size: 1", "algorithm.group_size: must be at least 2, is 1"),
+        ("group_size: 8", "group_size: 0", "algorithm.group_size: must be at least 1, is 0"),
         ("group_size: 8", "group_size: true", "algorithm.group_size: must be a whole number, is true"),
         (
             "group_size: 8",

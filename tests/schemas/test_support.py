@@ -21,10 +21,6 @@ def wishes(file):
         ([("    roles:", "    weights: {transport: nccl}\n    roles:")], {"weights.transport"}),
         ([("    roles:", "    inference: {quantization: fp8}\n    roles:")], {"inference.quantization"}),
         (
-            [("type: reverse_text, args: {letters: [3, 6]}", "type: swe, args: {dataset: x}")],
-            {"environments.0.type"},
-        ),
-        (
             stacks.gpus(
                 8,
                 "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: 2}}",

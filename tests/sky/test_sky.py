@@ -206,6 +206,7 @@ def test_what_comes_after_an_interrupted_launch_is_given_back(tmp_path, outside,
     assert all_runs() == []
 
 
+@pytest.mark.slow
 def test_what_has_not_come_after_an_interrupted_launch_may_still_come(tmp_path, outside, capfd):
     outside.answer(status=[{"name": "NAME", **CLUSTER}])
     outside.does("status", later=10_000)
@@ -338,9 +339,9 @@ def test_down_saves_first_and_gives_the_machines_back_once(tmp_path, outside):
     there.mkdir(parents=True)
     program = threading.Thread(target=work_until_told, args=(there, at_work := threading.Event()))
     program.start()
-    assert at_work.wait(10)
+    assert at_work.wait(30)
     assert BACKEND.down(run, handle) == []
-    program.join(10)
+    program.join(30)
     assert (there / "saved").exists()
     assert BACKEND.down(run, handle) == []
     assert outside.asked("down") == [["down", handle.job, "-y"]]
@@ -400,6 +401,7 @@ def test_a_launch_that_shows_the_run_notes_its_end(tmp_path, outside):
     assert run.state().status == "finished" and Handle.of(run).ended is not None
 
 
+@pytest.mark.slow
 def test_a_second_down_does_not_wait_for_the_checkpoint(tmp_path, outside):
     run, handle = launched(tmp_path)
     outside.answer(status=[{"name": handle.job, **CLUSTER}])
@@ -414,7 +416,7 @@ def test_a_second_down_does_not_wait_for_the_checkpoint(tmp_path, outside):
             wait_for(lambda: (there / "preempt").read_text())
             assert program.poll() is None
             assert BACKEND.down(run, handle) == []
-            assert program.wait(10) == -signal.SIGTERM
+            assert program.wait(30) == -signal.SIGTERM
             first.join(30)
             assert not first.is_alive()
         finally:

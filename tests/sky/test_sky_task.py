@@ -183,11 +183,11 @@ def test_the_hook_asks_the_run_to_save_and_waits_for_its_end(tmp_path, node_home
             time.sleep(0.02)
         assert (folder / "preempt").exists() and hook.poll() is None
         fcntl.flock(lock, fcntl.LOCK_UN)
-        assert hook.wait(10) == 0
+        assert hook.wait(30) == 0
 
 
 def test_the_hook_does_not_wait_for_ever(tmp_path, node_home):
-    assert save(tmp_path, 1).wait(10) == 1
+    assert save(tmp_path, 1).wait(30) == 1
 
 
 def test_the_hook_waits_also_for_a_run_that_down_has_told(tmp_path, node_home):
@@ -196,7 +196,7 @@ def test_the_hook_waits_also_for_a_run_that_down_has_told(tmp_path, node_home):
     with subprocess.Popen(["sleep", "60"]) as program:
         (folder / "lock").write_text(str(program.pid))
         try:
-            assert save(tmp_path, 1).wait(10) == 1
+            assert save(tmp_path, 1).wait(30) == 1
             assert program.poll() is None
         finally:
             program.kill()
@@ -205,7 +205,7 @@ def test_the_hook_waits_also_for_a_run_that_down_has_told(tmp_path, node_home):
 def test_the_hook_leaves_a_run_alone_that_is_not_at_work(tmp_path, node_home):
     folder, lock = node_home
     fcntl.flock(lock, fcntl.LOCK_UN)
-    assert save(tmp_path, 30).wait(5) == 0
+    assert save(tmp_path, 30).wait(20) == 0
     assert not (folder / "preempt").exists()
 
 

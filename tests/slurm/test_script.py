@@ -243,7 +243,7 @@ def test_a_run_that_is_told_to_end_while_it_saves_does_not_queue_again(
         job.send_signal(signal.SIGUSR1)
         wait_until((run.path / "preempt").exists)
         job.send_signal(signal.SIGUSR2)
-        assert job.wait(10) == 75
+        assert job.wait(30) == 75
     finally:
         job.kill()
         job.wait()

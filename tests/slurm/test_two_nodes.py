@@ -79,7 +79,7 @@ def ended(slurm: Cluster, handle: Handle) -> Callable[[], bool]:
     return lambda: slurm.state(handle.job) in ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT")
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_two_nodes_train_three_steps_with_the_real_engine(slurm: Cluster) -> None:
     run, handle = launched()
     wait_for(lambda: run.state().status == "running", run, "roles")

@@ -9,7 +9,8 @@ import httpx
 import msgspec
 import numpy as np
 import pytest
-from small_runs import TOKEN, free_port
+from loopback import free_port
+from small_runs import TOKEN
 
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.packing import causal_cost
@@ -46,7 +47,7 @@ class Client(BatchClient):
         self.said = msgspec.structs.replace(self.said, **changes)
 
 
-def greet(client, timeout=5):
+def greet(client, timeout=20):
     client.hello(timeout)
 
 
@@ -121,7 +122,7 @@ async def test_a_batch_is_waited_for_until_the_orchestrator_is_silent(server, ur
         assert not fetching.done(), "it is told all the time that there is none yet"
         await server.close()
         with pytest.raises(TransportError, match=r"did not answer GET /batches/5\?rank=0 within 1 s"):
-            await asyncio.wait_for(fetching, 10)
+            await asyncio.wait_for(fetching, 30)
 
 
 async def test_all_ranks_are_waited_for_and_the_missing_one_is_named(server, url):
