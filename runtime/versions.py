@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import subprocess
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -43,6 +42,8 @@ def _commit(folder: Path) -> str | None:
 
 def _git(folder: Path, *words: str) -> str | None:
     """What git says; None where it is not there, fails, or takes too long."""
+    import subprocess  # which `stackrl plan` looks at runs without
+
     try:
         done = subprocess.run(
             ["git", "-C", str(folder), "--no-optional-locks", *words],

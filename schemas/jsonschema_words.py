@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from stackrl.schemas.problems import Path, Problem
+from stackrl.schemas.quick_check import surely_fits
 from stackrl.schemas.words import (
     KINDS,
     JsonSchema,
@@ -25,6 +26,15 @@ _JSON_LIMITS = {
     "exclusiveMaximum": "less than",
     "maximum": "at most",
 }
+
+
+def problems_by(schema: JsonSchema, data: Any, root: Path) -> list[Problem]:
+    """What is wrong with ``data`` by ``schema``; jsonschema is loaded where there may be something."""
+    if surely_fits(data, schema):
+        return []
+    from jsonschema import Draft202012Validator
+
+    return from_jsonschema(Draft202012Validator(schema).iter_errors(data), data, schema, root)
 
 
 def from_jsonschema(errors: Iterable[Any], data: Any, schema: JsonSchema, root: Path) -> list[Problem]:

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from stackrl.schemas import overrides as override
 from stackrl.schemas import rules, skypilot, source
-from stackrl.schemas.jsonschema_words import from_jsonschema
+from stackrl.schemas.jsonschema_words import problems_by
 from stackrl.schemas.problems import STACK, Problem, StackError
 from stackrl.schemas.pydantic_words import from_pydantic
 from stackrl.schemas.source import Source
@@ -70,11 +70,8 @@ def load_text(text: str, path: File, name: str, overrides: Sequence[str] = ()) -
 
 def _check_task(task: dict[str, Any]) -> list[Problem]:
     """SkyPilot's keys."""
-    from jsonschema import Draft202012Validator  # takes a tenth of a second: only where a task is checked
-
-    schema = skypilot.task_schema()
     checked = skypilot.as_checked({key: value for key, value in task.items() if key != STACK[0]})
-    problems = from_jsonschema(Draft202012Validator(schema).iter_errors(checked), checked, schema, ())
+    problems = problems_by(skypilot.task_schema(), checked, ())
     own = Stack.model_fields
     return [
         Problem(

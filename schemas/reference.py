@@ -48,6 +48,9 @@ def reference() -> str:
     for kind in get_args(EnvironmentType):
         arguments = schema_of(kind)
         required = arguments.get("required", [])
+        if "properties" not in arguments:
+            pages.append(f"`{kind}` takes what its package takes.\n")
+            continue
         if not arguments["properties"]:
             pages.append(f"`{kind}` takes no arguments.\n")
             continue

@@ -23,6 +23,7 @@ from stackrl.schemas.rules_of_data import (
     validation_has_one_source,
 )
 from stackrl.schemas.rules_of_degrees import context_divides_heads, degrees_divide, engines_fill_their_gpus
+from stackrl.schemas.rules_of_environments import judges_have_keys, rewards_are_known
 from stackrl.schemas.rules_of_hardware import (
     all_roles_compute_alike,
     machines_are_skypilots,
@@ -30,6 +31,7 @@ from stackrl.schemas.rules_of_hardware import (
     own_machines_are_of_one_kind,
     own_machines_are_whole,
 )
+from stackrl.schemas.rules_of_losses import corrections_have_room, own_losses_are_named
 from stackrl.schemas.rules_of_memory import accelerators_are_known, model_fits
 from stackrl.schemas.rules_of_mixtures import replay_has_routes
 from stackrl.schemas.rules_of_operation import (
@@ -40,7 +42,24 @@ from stackrl.schemas.rules_of_operation import (
     shared_checkpoints,
 )
 from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
+from stackrl.schemas.rules_of_scheduling import (
+    environments_fit_batches,
+    environments_replies_fit,
+    evaluations_train_nothing,
+    held_out_ones_are_named,
+)
+from stackrl.schemas.rules_of_signals import (
+    curricula_have_a_choice,
+    lone_rollouts_are_not_compared,
+    overlong_begins_above_zero,
+    reference_secrets_are_brought,
+    references_are_looked_at,
+    references_are_there,
+    references_are_whole,
+    references_see_the_same_temperature,
+)
 from stackrl.schemas.rules_of_tasks import keys_are_spelt, nodes_are_counted, secrets_are_not_written
+from stackrl.schemas.rules_of_workers import packages_are_named, packages_do_not_collide, workers_have_work
 from stackrl.schemas.split import Task, is_mixed, kinds_of_role, roles_of
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, SupervisedStage
@@ -132,16 +151,12 @@ def steps_suffice(stack: Stack) -> Problems:
 
 def environment_arguments(stack: Stack) -> Problems:
     """`args` against the JSON Schema that the environment declares."""
-    from jsonschema import Draft202012Validator
-
     from stackrl.runtime.environments import schema_of
-    from stackrl.schemas.jsonschema_words import from_jsonschema
+    from stackrl.schemas.jsonschema_words import problems_by
 
     for path, environments in environment_lists(stack):
         for index, environment in enumerate(environments):
-            schema = schema_of(environment.type)
-            errors = Draft202012Validator(schema).iter_errors(environment.args)
-            yield from from_jsonschema(errors, environment.args, schema, (*path, index, "args"))
+            yield from problems_by(schema_of(environment.type), environment.args, (*path, index, "args"))
 
 
 def engine_arguments(stack: Stack) -> Problems:
@@ -312,10 +327,20 @@ STACK_RULES = (
     evaluations_need_engines,
     batches_hold_whole_groups,
     replies_fit,
+    environments_fit_batches,
+    environments_replies_fit,
+    evaluations_train_nothing,
+    held_out_ones_are_named,
     steps_suffice,
+    corrections_have_room,
+    own_losses_are_named,
     schedules_fit,
     nesterov_has_momentum,
     environment_arguments,
+    rewards_are_known,
+    packages_are_named,
+    packages_do_not_collide,
+    workers_have_work,
     engine_arguments,
     model_holds_replies,
     context_divides_heads,
@@ -326,6 +351,13 @@ STACK_RULES = (
     idle_is_longer_than_work,
     growth_can_count,
     kept_ones_are_made,
+    lone_rollouts_are_not_compared,
+    overlong_begins_above_zero,
+    curricula_have_a_choice,
+    references_are_there,
+    references_are_looked_at,
+    references_are_whole,
+    references_see_the_same_temperature,
 )
 TASK_RULES = (
     roles_fit_machines,
@@ -342,8 +374,10 @@ TASK_RULES = (
     nodes_are_counted,
     keys_are_spelt,
     secrets_are_not_written,
+    reference_secrets_are_brought,
     shared_checkpoints,
     secrets_are_brought,
+    judges_have_keys,
 )
 
 

@@ -16,15 +16,12 @@ def machines_are_skypilots(stack: Stack) -> Problems:
     """A role's `resources` are checked against SkyPilot's own schema, as the task's are."""
     if not is_mixed(stack):
         return
-    from jsonschema import Draft202012Validator  # as in the loader: only where it is needed
-
-    from stackrl.schemas.jsonschema_words import from_jsonschema
+    from stackrl.schemas.jsonschema_words import problems_by
 
     schema = skypilot.task_schema()["properties"]["resources"]
     for name, role in roles_of(stack):
         if role.resources:
-            errors = Draft202012Validator(schema).iter_errors(role.resources)
-            yield from from_jsonschema(errors, role.resources, schema, at("roles", name, "resources"))
+            yield from problems_by(schema, role.resources, at("roles", name, "resources"))
 
 
 def own_machines_are_whole(stack: Stack, task: Task) -> Problems:

@@ -9,14 +9,14 @@ from stackrl.schemas import skypilot
 from stackrl.schemas.guards import VARIABLE
 from stackrl.schemas.problems import Problem, at
 from stackrl.schemas.split import Task, nodes_of_role
-from stackrl.schemas.stack import Stack, settings_of
+from stackrl.schemas.stack import Stack, longest_rollout
 
 Problems = Iterator[Problem]
 
 
 def idle_is_longer_than_work(stack: Stack) -> Problems:
     """A rollout that takes its time must not look like a run in which nothing happens."""
-    longest = max(settings_of(stack, stage).sampling.timeout for stage in stack.stages)
+    longest = longest_rollout(stack)
     idle = stack.limits.idle_minutes
     if idle * 60 <= longest:
         what = f"a rollout may take {longest:g} s, and a run that is idle for {idle:g} minutes is ended"

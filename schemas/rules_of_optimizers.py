@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from stackrl.schemas.base import Model
+from stackrl.schemas.changes import Change
 from stackrl.schemas.optimizers import OPTIMIZERS, SGD
 from stackrl.schemas.problems import Path, Problem, at
 from stackrl.schemas.schedules import SCHEDULES, ConstantSchedule, WarmupStableDecaySchedule, decay_steps
 from stackrl.schemas.stack import Stack, settings_of
-from stackrl.schemas.stages import Change, Stage
+from stackrl.schemas.stages import Stage
 from stackrl.schemas.words import choice
 
 Problems = Iterator[Problem]

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from stackrl.schemas import rules
-from stackrl.schemas.problems import Problem
-from stackrl.schemas.rules import at
+from stackrl.schemas.problems import Problem, at
 from stackrl.schemas.split import Task
 from stackrl.schemas.stack import Stack
 
@@ -50,14 +48,3 @@ def _unsupported(stack: Stack, task: Task) -> Iterator[Problem]:
         yield Problem(at("inference", "quantization"), "quantised engines are not there yet", "leave it out")
     if stack.weights.transport == "nccl":
         yield Problem(at("weights", "transport"), "nccl is not there yet", "use pull or folder")
-    yield from _environments(stack)
-
-
-def _environments(stack: Stack) -> Iterator[Problem]:
-    from stackrl.runtime.environments import RUNNABLE
-
-    for path, environments in rules.environment_lists(stack):
-        for index, environment in enumerate(environments):
-            if environment.type not in RUNNABLE:
-                mend = f"use one of {', '.join(RUNNABLE)}"
-                yield Problem((*path, index, "type"), f"{environment.type} cannot run yet", mend)

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,6 +19,7 @@ from stackrl.schemas.support import unsupported
 from stackrl.schemas.written import written
 
 if TYPE_CHECKING:
+    from stackrl.runtime.environments.verifiers.preflight import Looked
     from stackrl.runtime.launch.planning.at_work import AtWork
     from stackrl.runtime.launch.planning.plan import Plan
     from stackrl.runtime.run import RunFolder
@@ -58,10 +59,13 @@ class Checked:
     file: str
     errors: list[Problem]
     warnings: list[Problem]
+    packages: list[str] = field(default_factory=list)
+    """A line on each package for verifiers that this machine can run."""
 
     def as_json(self) -> dict[str, object]:
         found = {"errors": self.errors, "warnings": self.warnings}
-        return {"file": self.file} | {kind: [problem.as_json() for problem in found[kind]] for kind in found}
+        problems = {kind: [problem.as_json() for problem in found[kind]] for kind in found}
+        return {"file": self.file} | problems | ({"packages": self.packages} if self.packages else {})
 
 
 def validate(files: Sequence[str], overrides: Sequence[str], on_node: bool, output: str) -> int:
@@ -75,6 +79,8 @@ def validate(files: Sequence[str], overrides: Sequence[str], on_node: bool, outp
         warn(one.warnings)
         if not one.errors and output != "json":
             print(f"{one.file}: fine{' (with warnings)' if one.warnings else ''}")
+            for told in one.packages:
+                print(f"  {told}")
     failed = sum(len(one.errors) for one in checked)
     if failed:
         print(f"{failed} to mend; all keys: docs/stack.md, examples: stacks/", file=sys.stderr)
@@ -82,13 +88,10 @@ def validate(files: Sequence[str], overrides: Sequence[str], on_node: bool, outp
 
 
 def show(file: str, overrides: Sequence[str], output: str) -> int:
-    """Print the file with overrides applied and defaults filled in. It is a stack file again, without the
-    values of secrets."""
+    """Print the file with overrides applied and defaults filled in. It is a stack file again."""
     loaded = load(file, overrides)
     stack = written(loaded.stack)
     task = {**loaded.task, STACK[0]: {**loaded.task[STACK[0]], STACK[1]: stack}}
-    if isinstance(task.get("secrets"), dict):
-        task["secrets"] = dict.fromkeys(task["secrets"])
     if output == "json":
         print(json.dumps(task, indent=1, ensure_ascii=False))
     else:
@@ -168,7 +171,25 @@ def _check(file: str, overrides: Sequence[str], on_node: bool) -> Checked:
     except StackError as error:
         return Checked(file, error.problems, [])
     found, advised = refusals(loaded), loaded.locate(advice(loaded.stack, loaded.task))
-    return Checked(file, found, advised) if on_node else Checked(file, [], found + advised)
+    if packages := look_at_packages(loaded):
+        errors, absent, told = packages.errors, packages.absent, packages.told
+    else:
+        errors, absent, told = [], [], []
+    found += absent  # where the run will be they may be there
+    if on_node:
+        return Checked(file, errors + found, advised, told)
+    return Checked(file, errors, found + advised, told)
+
+
+def look_at_packages(loaded: LoadedStack) -> Looked | None:
+    """Whether the stack's packages for verifiers can be run here; None where it has none. Takes seconds."""
+    from stackrl.schemas.rules_of_workers import environments_of
+
+    if not any(environment.type == "verifiers" for _, environment in environments_of(loaded.stack)):
+        return None
+    from stackrl.runtime.environments.verifiers.preflight import look
+
+    return look(loaded)
 
 
 def _schema_from(folder: Path) -> str:

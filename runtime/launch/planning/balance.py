@@ -14,6 +14,7 @@ from stackrl.runtime.launch.planning.steptime import Engines, Lengths, Passes, R
 from stackrl.runtime.launch.planning.work import Work, work_of
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas import skypilot, split
+from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.degrees import degrees_of
 from stackrl.schemas.shapes import shape_of
 from stackrl.schemas.split import Task
@@ -79,6 +80,7 @@ def estimate(
         task,
         accelerators,
         stage,
+        settings.algorithm,
         steptime.lengths_of(stack, stage, settings, reply),
         {role.role: role.cache for role in memory if role.cache is not None},
         sum(sum(role.host.values()) for role in memory if role.role == "trainer"),
@@ -96,6 +98,8 @@ class _Situation:
     task: Task
     accelerators: Mapping[str, str]
     stage: Stage
+    algorithm: Algorithm
+    """Of the stage."""
     lengths: Lengths
     caches: Mapping[str, Cache]
     host: int
@@ -106,8 +110,7 @@ class _Situation:
         if self.stage.type != "rl":
             seconds = steptime.training_seconds(self.work, ranks, self.lengths, self.stage.batch_size)
             return StepTime(0.0, seconds, 0.0, overlapping=False)
-        algorithm = settings_of(stack, self.stage).algorithm
-        rollouts, ahead = algorithm.batch_size, algorithm.max_staleness
+        rollouts, ahead = self.algorithm.batch_size, self.algorithm.max_staleness
         pools = {name: self._pool(stack, name) for name, _ in split.roles_of(stack) if name != "trainer"}
         return StepTime(
             generation=self._generation(pools, rollouts, rollouts * (1 + ahead), ahead),

@@ -16,6 +16,7 @@ from stackrl.runtime.launch.planning.trainer_memory import SIZES, Settings
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas import split
 from stackrl.schemas.base import size_in_bytes
+from stackrl.schemas.comparison import trainer_keeps_reference
 from stackrl.schemas.degrees import degrees_of
 from stackrl.schemas.shapes import shape_of
 from stackrl.schemas.split import Task
@@ -130,7 +131,9 @@ def trainer_role(stack: Stack, shape: Shape, ranks: int, kind: str | None) -> Ro
 def settings_for(stack: Stack, ranks: int, device: str) -> Settings:
     """What the memory of each of ``ranks`` ranks of the trainer depends on."""
     optimizers = [settings_of(stack, stage).optimizer for stage in stack.stages]
-    return Settings(stack.trainer, degrees_of(stack, ranks), device, stack.model.dtype, optimizers)
+    second = stack.trainer.lora is None and trainer_keeps_reference(stack)
+    degrees = degrees_of(stack, ranks)
+    return Settings(stack.trainer, degrees, device, stack.model.dtype, optimizers, reference=second)
 
 
 def engine_role(stack: Stack, shape: Shape, name: str, kind: str | None) -> RoleMemory:

@@ -49,7 +49,7 @@ class Sky:
         stack = source.stack.model_copy(update={"device": split.device_of(source.stack, source.task)})
         run = create_run(source.name, source.path, source.hash, stack, asdict(make_plan(source)))
         try:
-            run.write(SOURCE_FILE, _without_secrets(source.task))
+            run.write(SOURCE_FILE, dict(source.task))
             arguments = _prepare(run, infra, secrets)
         except BaseException:
             shutil.rmtree(run.path, ignore_errors=True)
@@ -71,7 +71,7 @@ class Sky:
             secrets = _checked(source)
             run.write_source(source.path, source.hash, {})
             run.write_plan(source.stack, asdict(make_plan(source)))
-            run.write(SOURCE_FILE, _without_secrets(source.task))
+            run.write(SOURCE_FILE, dict(source.task))
         else:
             secrets = sky_command.secrets_of(run.read(SOURCE_FILE), os.environ)
         return _carry(run, _prepare(run, infra, secrets), secrets, new=False, detach=detach)
@@ -177,11 +177,6 @@ def _price(task: Task, stack: Stack, infra: str) -> float | None:
     pinned = {**task, "resources": sky_task.pinned(task.get("resources") or {}, infra)}
     prices = [hourly(candidate) for candidate in candidates_of(stack, pinned)]
     return None if None in prices else max(prices, default=None)
-
-
-def _without_secrets(task: Task) -> dict[str, Any]:
-    secrets = task.get("secrets")
-    return {**task, "secrets": dict.fromkeys(secrets)} if isinstance(secrets, Mapping) else dict(task)
 
 
 def _left(run: RunFolder) -> bool:
