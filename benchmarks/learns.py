@@ -1,9 +1,11 @@
 """Does it learn? Runs the first RL stage of a stack on several seeds, and once more with an RL rate of 0.
 
     python benchmarks/learns.py [--stack stacks/x.yaml] [--seeds 0 1 2] [--plot docs/learning.svg]
+    python benchmarks/learns.py --losses aipo grpo gspo --staleness 0 2 8 [--plot docs/algorithms.svg]
 
-For each seed: the mean reward of the first ten and of the last ten steps. With the stack's rate the gain is
-to be at least 0.35; with a rate of 0 the two stay within 0.1. Exit code 1 where one of them is not so.
+The second form runs the first of the seeds with each loss (its defaults) and with each `max_staleness`. For
+each run: the mean reward of the first ten and of the last ten steps. The gain is to be at least 0.35; with a
+rate of 0 the two stay within 0.1. Exit code 1 where one of them is not so.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import fmean
+from typing import Any
 
 import yaml
 
@@ -25,9 +28,20 @@ GAIN, DRIFT, WINDOW = 0.35, 0.1, 10
 
 
 @dataclass(frozen=True)
-class Outcome:
+class Variant:
+    """What one run changes of the stack."""
+
+    name: str
     seed: int
-    rate: float
+    changes: dict[str, Any] = field(default_factory=dict)
+    """Key path → value."""
+    rate: float | None = None
+    """Of the RL stage, instead of the stack's."""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    variant: Variant
     rewards: list[float]
     seconds: float
 
@@ -42,7 +56,7 @@ class Outcome:
     @property
     def holds(self) -> bool:
         gain = self.last - self.first
-        return abs(gain) <= DRIFT if self.rate == 0 else gain >= GAIN
+        return abs(gain) <= DRIFT if self.variant.rate == 0 else gain >= GAIN
 
 
 def main() -> int:
@@ -51,25 +65,35 @@ def main() -> int:
     )
     parser.add_argument("--stack", type=Path, default=Path("stacks/reverse-text-cpu.yaml"))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
+    parser.add_argument("--losses", nargs="+", default=[], help="types of algorithm.loss")
+    parser.add_argument("--staleness", type=int, nargs="+", default=[], help="algorithm.max_staleness")
     parser.add_argument("--plot", type=Path, help="write the curves there (SVG; extra `benchmarks`)")
     options = parser.parse_args()
 
     stages = first_rl_stage(options.stack)
-    rate = stages[-1].get("optimizer", {}).get("learning_rate")
     outcomes = []
-    print(f"{'seed':>4} {'rate':>8} {'first ten':>10} {'last ten':>9} {'gain':>6} {'seconds':>8}")
-    for seed, chosen in [(seed, rate) for seed in options.seeds] + [(options.seeds[0], 0.0)]:
-        outcome = run(options.stack, stages, seed, chosen)
+    print("| run | first ten | last ten | gain | seconds | |\n| --- | --- | --- | --- | --- | --- |")
+    for variant in variants(options.seeds, options.losses, options.staleness):
+        outcome = run(options.stack, stages, variant)
         outcomes.append(outcome)
         gain, verdict = outcome.last - outcome.first, "ok" if outcome.holds else "NOT SO"
         print(
-            f"{seed:>4} {chosen:>8.0e} {outcome.first:>10.3f} {outcome.last:>9.3f} "
-            f"{gain:>6.3f} {outcome.seconds:>8.0f}  {verdict}",
+            f"| {variant.name} | {outcome.first:.3f} | {outcome.last:.3f} | {gain:.3f} "
+            f"| {outcome.seconds:.0f} | {verdict} |",
             flush=True,
         )
     if options.plot:
         plot(outcomes, options.plot)
     return 0 if all(outcome.holds for outcome in outcomes) else 1
+
+
+def variants(seeds: list[int], losses: list[str], staleness: list[int]) -> list[Variant]:
+    if not losses and not staleness:
+        return [*(Variant(f"seed {seed}", seed) for seed in seeds), Variant("rate 0", seeds[0], rate=0.0)]
+    return [
+        *(Variant(loss, seeds[0], {"algorithm.loss": {"type": loss}}) for loss in losses),
+        *(Variant(f"max staleness {n}", seeds[0], {"algorithm.max_staleness": n}) for n in staleness),
+    ]
 
 
 def first_rl_stage(stack: Path) -> list[dict]:
@@ -79,25 +103,26 @@ def first_rl_stage(stack: Path) -> list[dict]:
     return stages[: end + 1]
 
 
-def run(stack: Path, stages: list[dict], seed: int, rate: float) -> Outcome:
-    """Launch the stack with these stages and read its rewards."""
-    stages = [
-        *stages[:-1],
-        stages[-1] | {"optimizer": stages[-1].get("optimizer", {}) | {"learning_rate": rate}},
-    ]
+def run(stack: Path, stages: list[dict], variant: Variant) -> Outcome:
+    """Launch the stack with these stages and what the variant changes, and read its rewards."""
+    if variant.rate is not None:
+        optimizer = stages[-1].get("optimizer", {}) | {"learning_rate": variant.rate}
+        stages = [*stages[:-1], stages[-1] | {"optimizer": optimizer}]
+    changes = {"seed": variant.seed, "stages": stages, **variant.changes}
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as home:
         command = [sys.executable, "-m", "stackrl", "launch", str(stack)]
-        command += ["--set", f"seed={seed}", "--set", f"stages={json.dumps(stages)}"]
+        for path, value in changes.items():
+            command += ["--set", f"{path}={json.dumps(value)}"]
         done = subprocess.run(
             command, env=os.environ | {"STACKRL_HOME": home}, capture_output=True, text=True, timeout=3600
         )
         if done.returncode:
-            raise SystemExit(f"the run of seed {seed} failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
+            raise SystemExit(f"{variant.name}: the run failed:\n{done.stdout[-2000:]}\n{done.stderr[-4000:]}")
         (metrics,) = Path(home).glob("runs/*/metrics.jsonl")
         records = [json.loads(line) for line in metrics.read_text().splitlines()]
     rewards = [record["reward"] for record in records if record["kind"] == "rl"]
-    return Outcome(seed, rate, rewards, time.monotonic() - began)
+    return Outcome(variant, rewards, time.monotonic() - began)
 
 
 def plot(outcomes: list[Outcome], path: Path) -> None:
@@ -108,9 +133,8 @@ def plot(outcomes: list[Outcome], path: Path) -> None:
 
     figure, axes = pyplot.subplots(figsize=(7, 3.5))
     for outcome in outcomes:
-        frozen = outcome.rate == 0
-        label = f"seed {outcome.seed}" + (", rate 0" if frozen else "")
-        axes.plot(outcome.rewards, label=label, color="0.6" if frozen else None, linewidth=1.5)
+        grey = "0.6" if outcome.variant.rate == 0 else None
+        axes.plot(outcome.rewards, label=outcome.variant.name, color=grey, linewidth=1.5)
     axes.set(xlabel="RL step", ylabel="mean reward at temperature 1", ylim=(0, 1))
     axes.legend(frameon=False, fontsize=8)
     axes.spines[["top", "right"]].set_visible(False)

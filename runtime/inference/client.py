@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import aiohttp
+import msgspec
 import numpy as np
 
 from stackrl.runtime.inference.server import KEEP_ALIVE, SERVED_NAME
@@ -24,10 +25,13 @@ FIRST_LABEL = "default"
 FIRST_VERSION = Version(0, 0)
 BROKEN_LABEL = "incomplete update"
 """Our label for weights of which only a part may be new. It is no version, so such tokens are refused."""
+LEAST_LOGPROB = -1000.0
+"""vLLM writes -9999 for what is not finite."""
 CONTROL_TIMEOUT = 60.0
 """Seconds for a call that only passes an order on: resume, label, version."""
 
 
+_JSON = {"Content-Type": "application/json"}
 log = logging.getLogger(__name__)
 
 
@@ -138,6 +142,22 @@ class Engine:
         except (KeyError, TypeError, ValueError) as error:
             raise EngineError(f"engine {self.url}: generate {request_id}: {error}") from error
 
+    async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
+        """Of each token after those before it, at temperature 1: float32 [T], 0 for the first.
+
+        One token more must fit into the engine's length. Raises EngineError.
+        """
+        body = {
+            "model": SERVED_NAME,
+            "token_ids": list(tokens),
+            "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "seed": 0, "detokenize": False},
+        }
+        answer = await self._call("POST", "/inference/v1/generate", body, self._timeout, keep_alive=True)
+        try:
+            return await asyncio.to_thread(read_prompt_logprobs, answer, tokens)
+        except ValueError as error:
+            raise EngineError(f"engine {self.url}: {error}") from error
+
     async def version(self, within: float = CONTROL_TIMEOUT) -> Version:
         """The version of the weights that the engine holds, asked of the process that runs the model.
 
@@ -231,20 +251,24 @@ class Engine:
         operation = f"engine {self.url}: {method} {path.partition('?')[0]}"
         try:
             async with self._session(keep_alive).request(
-                method, self.url + path, json=body, timeout=aiohttp.ClientTimeout(total=timeout)
+                method,
+                self.url + path,
+                data=None if body is None else msgspec.json.encode(body),
+                headers=None if body is None else _JSON,
+                timeout=aiohttp.ClientTimeout(total=timeout),
             ) as response:
-                text = await response.text()
+                content = await response.read()
         except TimeoutError as error:
             raise EngineLost(f"{operation} got no answer in {timeout:.4g} s") from error
         except aiohttp.ClientError as error:
             reason = str(error) or type(error).__name__
             raise EngineLost(f"{operation} failed: {reason}; see the engine's log") from error
         if response.status != 200:
-            raise EngineError(f"{operation} answered {response.status}: {_reason(text)}")
+            raise EngineError(f"{operation} answered {response.status}: {_reason(_text(content))}")
         try:
-            return json.loads(text)
-        except ValueError as error:
-            raise EngineError(f"{operation} answered no JSON: {text[:200]!r}") from error
+            return msgspec.json.decode(content)  # an answer of many tokens must not keep others waiting
+        except (ValueError, msgspec.DecodeError) as error:
+            raise EngineError(f"{operation} answered no JSON: {_text(content)[:200]!r}") from error
 
     def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
         """Generation keeps its connections; an order gets one of its own.
@@ -260,6 +284,23 @@ class Engine:
         return self._sessions[keep_alive]
 
 
+def read_prompt_logprobs(answer: dict[str, Any], tokens: Sequence[int]) -> np.ndarray:
+    """vLLM's `prompt_logprobs`: float32 [T], 0 for the first token. Raises ValueError for anything else."""
+    told = answer.get("prompt_logprobs")
+    if not isinstance(told, list) or len(told) != len(tokens):
+        found = len(told) if isinstance(told, list) else "no"
+        raise ValueError(f"logprobs of {found} tokens came for {len(tokens)}; is it a server of vLLM?")
+    result = np.zeros(len(tokens), dtype="<f4")
+    try:
+        for place in range(1, len(tokens)):
+            result[place] = max(float(told[place][str(tokens[place])]["logprob"]), LEAST_LOGPROB)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"no logprob of token {tokens[place]} at {place} came: {error!r}") from error
+    if not (result <= 1e-3).all():
+        raise ValueError(f"what came are no logprobs: the largest is {result.max():g}")
+    return result
+
+
 def _read_generation(answer: dict[str, Any]) -> Generation:
     """Raises KeyError, TypeError or ValueError where the answer is not a whole generation."""
     [choice] = answer["choices"]
@@ -268,14 +309,15 @@ def _read_generation(answer: dict[str, Any]) -> Generation:
     if [entry["token_id"] for entry in content] != tokens:
         raise ValueError("the logprobs are not those of the sampled tokens")
     logprobs = [entry["logprob"] for entry in content]
-    if not all(-1000 < logprob <= 0 for logprob in logprobs):  # vLLM writes -9999 for what is not finite
+    if logprobs and (min(logprobs) <= LEAST_LOGPROB or max(logprobs) > 0):
         raise ValueError("the engine sampled a token whose logprob is not finite")
     if choice["finish_reason"] not in ("stop", "length"):
         raise ValueError(f"the request ended by {choice['finish_reason']!r}")
     spans = [
         Span(span["start"], span["end"], _read_label(span["version"])) for span in choice["weight_versions"]
     ]
-    if [t for span in spans for t in range(span.start, span.end)] != list(range(len(tokens))):
+    ends = [0, *(span.end for span in spans)]
+    if ends != [*(span.start for span in spans), len(tokens)] or any(s.start >= s.end for s in spans):
         raise ValueError("the version spans do not cover the tokens")
     details = answer["usage"].get("prompt_tokens_details") or {}
     written = choice.get("routed_experts")
@@ -303,6 +345,10 @@ def _read_label(label: str) -> Version:
     if label == BROKEN_LABEL:
         raise MessageError("its weights are of no version since an update failed; update it again")
     return FIRST_VERSION if label == FIRST_LABEL else Version.parse(label)
+
+
+def _text(content: bytes) -> str:
+    return content.decode(errors="replace")
 
 
 def _reason(text: str) -> str:

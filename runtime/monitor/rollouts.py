@@ -32,7 +32,6 @@ from stackrl.runtime.orchestrator.batching import document_names
 if TYPE_CHECKING:
     from stackrl.runtime.orchestrator.groups import FinishedGroup
     from stackrl.runtime.transport.messages import Sample
-    from stackrl.schemas.algorithm import Advantage
     from stackrl.schemas.stack import Rollouts
 
 _MOST_WAITING = 16
@@ -58,14 +57,21 @@ class RolloutLog:
         return self._settings is not None and step % self._settings.every == 0
 
     def add(
-        self, index: int, step: int, stage: str, groups: Sequence[FinishedGroup], settings: Advantage
+        self,
+        index: int,
+        step: int,
+        stage: str,
+        groups: Sequence[FinishedGroup],
+        samples: Sequence[Sample],
     ) -> None:
         """Keep the rollouts of the batch of optimizer step ``index``, where its RL step is `wanted`.
+
+        ``samples`` are those of ``groups`` as they are trained, with their advantages.
 
         Adding the same batch again, as after a restart, changes nothing.
         """
         if self.wanted(step):
-            self._submit(lambda: self._add(index, step, stage, groups, settings), f"step {index + 1}")
+            self._submit(lambda: self._add(index, step, stage, groups, samples), f"step {index + 1}")
 
     def add_logprobs(
         self, index: int, documents: Sequence[str], lengths: np.ndarray, logprobs: np.ndarray
@@ -108,9 +114,14 @@ class RolloutLog:
                 file.unlink()
 
     def _add(
-        self, index: int, step: int, stage: str, groups: Sequence[FinishedGroup], settings: Advantage
+        self,
+        index: int,
+        step: int,
+        stage: str,
+        groups: Sequence[FinishedGroup],
+        samples: Sequence[Sample],
     ) -> None:
-        rollouts = [kept for group in groups for kept in _kept(group, settings)]
+        rollouts = _kept(groups, samples)
         data = member(About(index, step, stage, len(rollouts))) + member(rollouts)
         file = file_of(self._folder, index)
         if not (file.exists() and file.read_bytes().startswith(data)):
@@ -143,9 +154,9 @@ class RolloutLog:
         del self._counts[index]
 
 
-def _kept(group: FinishedGroup, settings: Advantage) -> list[KeptRollout]:
-    samples = group.message(settings).samples
-    of: dict[str, list[tuple[str, Sample]]] = {rollout.id: [] for rollout in group.rollouts}
+def _kept(groups: Sequence[FinishedGroup], samples: Sequence[Sample]) -> list[KeptRollout]:
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    of: dict[str, list[tuple[str, Sample]]] = {rollout.id: [] for rollout in rollouts}
     for name, sample in zip(document_names(samples), samples, strict=True):
         of[sample.rollout].append((name, sample))
     return [
@@ -160,16 +171,17 @@ def _kept(group: FinishedGroup, settings: Advantage) -> list[KeptRollout]:
             sampled=rollout.sampled,
             sequences=[_kept_sequence(name, sample) for name, sample in of[rollout.id]],
         )
-        for rollout in group.rollouts
+        for rollout in rollouts
     ]
 
 
 def _kept_sequence(document: str, sample: Sample) -> KeptSequence:
+    trained = sample.loss_mask > 0
     return KeptSequence(
         document=document,
         tokens=sample.tokens.astype("<i4").tobytes(),
-        trained=sample.loss_mask.astype("|u1").tobytes(),
-        logprobs=sample.logprobs[sample.loss_mask == 1].astype("<f4").tobytes(),
+        trained=trained.astype("|u1").tobytes(),
+        logprobs=sample.logprobs[trained].astype("<f4").tobytes(),
         spans=[KeptSpan(span.start, span.end, str(span.version)) for span in sample.spans],
         temperature=sample.temperature,
     )

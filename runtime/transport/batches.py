@@ -126,7 +126,7 @@ class BatchServer:
         """Serve one optimizer step's batches, one for each rank, instead of the last ones."""
         if [batch.rank for batch in batches] != list(range(self._ranks)):
             raise ValueError(f"one batch for each of {self._ranks} ranks, in order")
-        payloads = [encode(batch) for batch in batches]
+        payloads = [await asyncio.to_thread(encode, batch) for batch in batches]
         async with self._changed:
             self._index, self._payloads = batches[0].index, payloads
             self._changed.notify_all()
