@@ -82,8 +82,10 @@ def sky_name(run_id: str, launches: int) -> str:
 
 
 def resolved(task: Task, stack: Stack, launch: Launch) -> dict[str, Any]:
-    """The stack file that nodes read: defaults filled in, and it names itself."""
+    """The stack file that nodes read: defaults filled in, without any secret, and it names itself."""
     brought = {key: value for key, value in task.items() if key != STACK[0]}
+    if isinstance(brought.get("secrets"), Mapping):
+        brought["secrets"] = dict.fromkeys(brought["secrets"])
     brought |= {"workdir": ".", "envs": {**(task.get("envs") or {}), "STACK": launch.remote}}
     return {**brought, STACK[0]: {STACK[1]: written(stack)}}
 
