@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from stackrl.schemas.advantages import Advantage, Curriculum, GrpoAdvantage, Shaping
-from stackrl.schemas.base import Model
+from stackrl.schemas.base import Model, untouched
 from stackrl.schemas.losses import AipoLoss, Distillation, Loss
 from stackrl.schemas.teachers import Reference
 
@@ -15,7 +15,7 @@ from stackrl.schemas.teachers import Reference
 class Algorithm(Model):
     """Groups, batches, advantages and loss."""
 
-    advantage: Advantage = GrpoAdvantage()
+    advantage: Advantage = untouched(GrpoAdvantage)
     """How much better a rollout is than others. A stage that changes it gives the whole advantage."""
     shaping: Shaping | None = None
     """What rewards are changed by before rollouts are compared."""
@@ -23,9 +23,9 @@ class Algorithm(Model):
     """A model that is asked about what was sampled, or samples itself: a fixed reference, or a teacher."""
     curriculum: Curriculum | None = None
     """Draw environments more often that are neither solved nor hopeless."""
-    loss: Loss = AipoLoss()
+    loss: Loss = untouched(AipoLoss)
     """What is minimised. A stage that changes it gives the whole loss."""
-    distillation: Distillation = Distillation()
+    distillation: Distillation = untouched(Distillation)
     """Loss of what environments of `component: ref_kl` sampled."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt; one where nothing is compared within a group."""

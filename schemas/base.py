@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field
 
@@ -24,6 +24,16 @@ class Model(BaseModel):
     model_config = ConfigDict(
         extra="forbid", frozen=True, strict=True, defer_build=True, validate_default=True
     )
+
+
+Section = TypeVar("Section", bound=Model)
+
+
+def untouched(section: type[Section]) -> Section:
+    """The section of which a stack says nothing, as a default. ``section()`` would be the same and build a
+    validator of its own for it, beside the one of the whole stack.
+    """
+    return section.model_construct()
 
 
 def variant(key: str, default: str | None = None) -> Discriminator:

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from stackrl.schemas.base import Model
+from stackrl.schemas.base import Model, untouched
 
 Action = Literal["ignore", "warn", "stop"]
 """Not `off`: YAML reads that as false."""
@@ -106,9 +106,9 @@ class Guards(Model):
     """Guards against learning the wrong thing in silence. Each warns once when it begins to see its sign,
     and again only after that was gone; a new stage begins anew."""
 
-    not_finite: NotFiniteGuard = NotFiniteGuard()
-    entropy_collapse: EntropyGuard = EntropyGuard()
-    mismatch: MismatchGuard = MismatchGuard()
-    no_signal: SignalGuard = SignalGuard()
-    reward_jump: RewardGuard = RewardGuard()
-    notify: Notify = Notify()
+    not_finite: NotFiniteGuard = untouched(NotFiniteGuard)
+    entropy_collapse: EntropyGuard = untouched(EntropyGuard)
+    mismatch: MismatchGuard = untouched(MismatchGuard)
+    no_signal: SignalGuard = untouched(SignalGuard)
+    reward_jump: RewardGuard = untouched(RewardGuard)
+    notify: Notify = untouched(Notify)

@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, Tag
 
-from stackrl.schemas.base import Model, variant
+from stackrl.schemas.base import Model, untouched, variant
 from stackrl.schemas.schedules import ConstantSchedule, Schedule
 
 Beta = Annotated[float, Field(ge=0, lt=1)]
@@ -27,7 +27,7 @@ class _Optimizer(Model):
     """Gradients are scaled down to this global norm."""
     warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate grows linearly to `learning_rate`."""
-    schedule: Schedule = ConstantSchedule()
+    schedule: Schedule = untouched(ConstantSchedule)
     """Course of the rate from the end of warmup to the end of the stage."""
 
 

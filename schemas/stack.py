@@ -7,7 +7,7 @@ from typing import Literal
 from pydantic import Field
 
 from stackrl.schemas.algorithm import Advantage, Algorithm
-from stackrl.schemas.base import Model
+from stackrl.schemas.base import Model, untouched
 from stackrl.schemas.changes import changed
 from stackrl.schemas.environments import Component, Environment, Evaluate
 from stackrl.schemas.guards import Guards
@@ -56,7 +56,7 @@ class Monitors(Model):
 
     wandb: Wandb | None = None
     """Weights & Biases."""
-    rollouts: Rollouts | None = Rollouts()
+    rollouts: Rollouts | None = untouched(Rollouts)
     """Rollouts that the report shows word by word; nothing: none are kept."""
 
 
@@ -72,22 +72,22 @@ class Stack(Model):
     model: ModelSource
     """Which language model is trained, and where its first weights come from."""
     roles: Roles
-    trainer: Trainer = Trainer()
-    inference: Inference = Inference()
-    weights: Weights = PullWeights()
+    trainer: Trainer = untouched(Trainer)
+    inference: Inference = untouched(Inference)
+    weights: Weights = untouched(PullWeights)
     """How new weights reach the engines."""
-    algorithm: Algorithm = Algorithm()
+    algorithm: Algorithm = untouched(Algorithm)
     environments: list[Environment] = []
     """What is learnt: the mix that prompts are drawn from. Stages with `data` need none."""
-    sampling: Sampling = Sampling()
+    sampling: Sampling = untouched(Sampling)
     stages: list[Stage] = Field(min_length=1)
     """What happens one after the other: supervised stages, then stages of reinforcement learning."""
     evaluate: Evaluate | None = None
     """Held-out environments, run now and then on the current version."""
-    checkpoint: Checkpoint = Checkpoint()
-    limits: Limits = Limits()
-    guards: Guards = Guards()
-    monitors: Monitors = Monitors()
+    checkpoint: Checkpoint = untouched(Checkpoint)
+    limits: Limits = untouched(Limits)
+    guards: Guards = untouched(Guards)
+    monitors: Monitors = untouched(Monitors)
 
 
 class StageSettings(Model):

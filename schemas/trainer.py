@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from stackrl.schemas.activations import Checkpointing
-from stackrl.schemas.base import Model
+from stackrl.schemas.base import Model, untouched
 from stackrl.schemas.lora import Lora
 from stackrl.schemas.mixture import Mixture
 from stackrl.schemas.optimizers import AdamW, Optimizer
@@ -32,10 +32,10 @@ class Trainer(Model):
 
     sequence_length: int = Field(default=4096, ge=16)
     """Longest sequence, and the tokens that a packed micro-batch holds at most."""
-    parallel: Parallel = Parallel()
-    mixture: Mixture = Mixture()
+    parallel: Parallel = untouched(Parallel)
+    mixture: Mixture = untouched(Mixture)
     """How experts are chosen, in a model that has them."""
-    optimizer: Optimizer = AdamW()
+    optimizer: Optimizer = untouched(AdamW)
     """How a gradient becomes a step, and how the rate changes over a stage."""
     lora: Lora | None = None
     """Train adapters beside frozen weights; by default all weights are trained."""

@@ -50,3 +50,13 @@ def test_every_field_is_read():
         if name not in names and not one_word(field)
     }
     assert unread <= support.NOT_READ, sorted(unread - support.NOT_READ)
+
+
+def test_sections_left_out_are_as_if_they_had_been_checked():
+    """Defaults of sections are made without a validator."""
+    defaults = [field.default for model in models() for field in model.model_fields.values()]
+    sections = [default for default in defaults if isinstance(default, Model)]
+    assert len(sections) > 20
+    for section in sections:
+        assert type(section)(**section.model_dump(exclude_defaults=True)) == section
+        assert type(section).model_validate(section.model_dump()) == section
