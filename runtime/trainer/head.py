@@ -62,9 +62,8 @@ class _Head(torch.autograd.Function):
         hidden_gradient = torch.empty_like(hidden)
         weight_gradient = None
         if ctx.needs_input_grad[1]:  # beside adapters it is frozen
-            weight_gradient = torch.empty_like(weight, dtype=_wide(weight.dtype))
-        if not ctx.chunks:
-            weight_gradient.zero_()
+            make = torch.empty_like if ctx.chunks else torch.zeros_like
+            weight_gradient = make(weight, dtype=_wide(weight.dtype))
         for part in reversed(ctx.chunks):
             logits = memory[: part.stop - part.start]
             if part.stop < len(hidden):

@@ -81,11 +81,14 @@ def test_large_logits_stay_finite() -> None:
     assert logprobs.isfinite().all() and entropies.isfinite().all()
 
 
-def test_no_tokens_give_zero_gradients() -> None:
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "beside adapters"])
+def test_no_tokens_give_zero_gradients(frozen: bool) -> None:
     hidden, weight, targets, temperatures, _ = inputs(torch.float32)
+    weight.requires_grad_(not frozen)
     logprobs, _ = token_logprobs(hidden[:0], weight, targets[:0], temperatures[:0], 8)
     logprobs.sum().backward()
-    assert weight.grad.eq(0).all() and hidden.grad.eq(0).all()
+    assert hidden.grad.eq(0).all()
+    assert weight.grad is None if frozen else weight.grad.eq(0).all()
 
 
 class _Largest(TorchDispatchMode):

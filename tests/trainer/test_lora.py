@@ -6,6 +6,7 @@ import json
 import re
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from lora_ranks import OPTIMIZER, Tensors, adapted, adapters, on_two_ranks, steps, trained
@@ -26,7 +27,7 @@ from stackrl.runtime.trainer.models.names import ADAPTERS, is_adapter
 from stackrl.runtime.trainer.models.shape import ModelError
 from stackrl.runtime.trainer.optimizer import make_optimizer
 from stackrl.runtime.trainer.parallelize import build, gathered
-from stackrl.runtime.trainer.step import accumulate, prepare
+from stackrl.runtime.trainer.step import accumulate, prepare, train_step
 from stackrl.schemas.lora import Lora
 from stackrl.schemas.trainer import Trainer
 
@@ -187,6 +188,18 @@ def test_only_adapters_have_gradients_and_moments(mesh, models) -> None:
     moments = sum(t.numel() for state in optimizer.state.values() for t in state.values() if t.ndim)
     assert moments == 2 * small < 0.5 * sum(parameter.numel() for parameter in decoder.parameters())
     assert all(torch.equal(_local(t), _local(decoder.state_dict()[n])) for n, t in frozen.items())
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen3-moe"])
+def test_a_rank_without_tokens_takes_part(mesh, models, kind: str) -> None:
+    """The other ranks have more micro-batches, or all trained tokens of one."""
+    decoder = adapted(models[kind], mesh, SETTINGS)
+    before, optimizer = adapters(decoder), make_optimizer(decoder, OPTIMIZER)
+    batch = make_batches(make_samples(8, seed=0), 1, 4096)[0]
+    batch = msgspec.structs.replace(batch, micro_batches=[])
+    metrics = train_step(decoder, optimizer, batch, OBJECTIVES["aipo, token"], rate=1e-2, limit=1.0).metrics
+    assert metrics["gradient_norm"] == 0.0 and metrics["skipped"] == 0.0
+    assert max(differences(before, adapters(decoder)).values()) == 0.0
 
 
 @pytest.mark.slow
