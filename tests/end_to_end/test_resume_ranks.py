@@ -65,7 +65,7 @@ class FixedReplies(FakeEngine):
         generation = await super().generate(tokens, **request)
         return replace(generation, logprobs=[logprob - 5.0 for logprob in generation.logprobs])
 
-    def asked(self) -> dict[int, list[tuple[list[int], int]]]:
+    def asked_by_step(self) -> dict[int, list[tuple[list[int], int]]]:
         """Prompt and seed of every request on sampled tokens, by the RL step that the engine held."""
         found = defaultdict(list)
         for request in self.requests:
@@ -93,7 +93,7 @@ def live(path: Path, ranks: int, *, context: int = 1, until: int | None = None) 
     before = len(lines(run.metrics)) if run.metrics.exists() else 0
     engine = FixedReplies()
     asyncio.run(_live(run, ranks, engine, until))
-    return Life(engine.asked(), {record["index"]: record for record in lines(run.metrics)[before:]})
+    return Life(engine.asked_by_step(), {record["index"]: record for record in lines(run.metrics)[before:]})
 
 
 async def _live(run: RunFolder, ranks: int, engine: FixedReplies, until: int | None) -> None:

@@ -31,13 +31,15 @@ def test_a_run_goes_through_skypilot_to_slurm_and_back(tmp_path):
     for old, new in CHANGES:
         assert text.count(old) == 1, old
         text = text.replace(old, new)
-    (tmp_path / "two.yaml").write_text(text)
+    work = tmp_path / "work"  # SkyPilot copies all of it
+    work.mkdir()
+    (work / "two.yaml").write_text(text)
     with skypilot_slurm.skypilot(tmp_path / "sky") as (tower, environment):
 
         def stackrl(*words: str) -> str:
             done = subprocess.run(
                 [sys.executable, "-m", "stackrl", *words],
-                cwd=tmp_path,
+                cwd=work,
                 env={**environment, "STACKRL_HOME": str(tmp_path / "home"), "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
