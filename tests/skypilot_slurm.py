@@ -59,7 +59,7 @@ PermitRootLogin prohibit-password
 MaxStartups 100
 MaxSessions 100
 Subsystem sftp internal-sftp
-SetEnv HOME={cluster} SLURM_CONF={slurm} SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
+SetEnv SLURM_CONF={slurm} SSL_CERT_FILE=/etc/ssl/certs/ca-certificates.crt
 """
 
 
@@ -87,8 +87,8 @@ def skypilot(folder: Path) -> Iterator[tuple[slurm_cluster.Cluster, dict[str, st
     _write_catalog(client / ".sky" / "catalogs" / "v8" / "common")
     with (
         _named(slurm_cluster.CPU_NODES),
-        slurm_cluster.cluster(apart=False) as tower,
-        _login(folder, cluster, tower) as port,
+        slurm_cluster.cluster(apart=False, home=cluster) as tower,
+        _login(folder, tower) as port,
     ):
         (client / ".slurm" / "config").write_text(
             f"Host {slurm_cluster.NAME}\n    HostName 127.0.0.1\n    Port {port}\n    User root\n"
@@ -120,17 +120,15 @@ def _named(nodes: Sequence[str]) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _login(folder: Path, cluster: Path, tower: slurm_cluster.Cluster) -> Iterator[int]:
+def _login(folder: Path, tower: slurm_cluster.Cluster) -> Iterator[int]:
     """The port of a login node."""
     for key in ("host", "user"):
         subprocess.run(["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", folder / key], check=True)
     (port,) = free_ports(1)
     Path("/run/sshd").mkdir(exist_ok=True)
     configuration = folder / "sshd_config"
-    configuration.write_text(
-        SSHD_CONFIGURATION.format(port=port, folder=folder, cluster=cluster, slurm=tower.configuration)
-    )
-    daemon = subprocess.Popen([SSHD, "-D", "-f", configuration, "-E", folder / "sshd.log"])
+    configuration.write_text(SSHD_CONFIGURATION.format(port=port, folder=folder, slurm=tower.configuration))
+    daemon = subprocess.Popen([*tower.at_home, SSHD, "-D", "-f", configuration, "-E", folder / "sshd.log"])
     try:
         yield port
     finally:

@@ -82,11 +82,14 @@ def lacking() -> str:
 class Cluster:
     """A running Slurm. `environment` makes its commands and what they start find it.
 
-    ``apart``: each node has an address of its own, else all have that of the host's name.
+    ``apart``: each node has an address of its own, else all have that of the host's name. ``home``: that of
+    the account, for all that runs there.
     """
 
-    def __init__(self, folder: Path, apart: bool = True) -> None:
+    def __init__(self, folder: Path, apart: bool = True, home: Path | None = None) -> None:
         self.folder, self._apart = folder, apart
+        self.at_home: list[str] = [] if home is None else _at_home(home, folder)
+        """What stands before a command so that it finds that home."""
         self.configuration = folder / "slurm.conf"
         self.environment = {"SLURM_CONF": str(self.configuration)}
         self._daemons: list[subprocess.Popen[bytes]] = []
@@ -177,7 +180,7 @@ class Cluster:
 
     def _start(self, program: str, *arguments: str) -> None:
         with open(self.folder / f"{program}.started.log", "ab") as log:
-            command = [_found(program) or program, *arguments]
+            command = [*self.at_home, _found(program) or program, *arguments]
             environment = os.environ | self.environment
             daemon = subprocess.Popen(
                 command,
@@ -199,11 +202,11 @@ class Cluster:
 
 
 @contextlib.contextmanager
-def cluster(apart: bool = True) -> Iterator[Cluster]:
+def cluster(apart: bool = True, home: Path | None = None) -> Iterator[Cluster]:
     """A cluster for as long as the context lasts."""
     folder = Path(tempfile.mkdtemp(prefix="slurm-"))  # a short path: sockets lie in it
     folder.chmod(0o755)
-    made = Cluster(folder, apart)
+    made = Cluster(folder, apart, home)
     try:
         made.start()
         yield made
@@ -219,6 +222,16 @@ def wait_until(condition: Callable[[], object], what: str, limit: float) -> None
         if time.monotonic() > deadline:
             raise TimeoutError(f"waited {limit:.0f} s for {what} in vain")
         time.sleep(0.1)
+
+
+def _at_home(home: Path, folder: Path) -> list[str]:
+    """A view of the files in which the account of root has another home."""
+    lines = Path("/etc/passwd").read_text().splitlines()
+    accounts = [line.split(":") for line in lines]
+    moved = [[*a[:5], str(home), *a[6:]] if a[0] == "root" else a for a in accounts]
+    own = folder / "passwd"
+    own.write_text("\n".join(map(":".join, moved)) + "\n")
+    return ["unshare", "--mount", "bash", "-c", f'mount --bind {own} /etc/passwd && exec "$0" "$@"']
 
 
 def _node(name: str, number: int, port: int) -> str:

@@ -286,10 +286,21 @@ def test_a_job_is_looked_at_task_by_task(tmp_path, outside, records, phase, word
     assert run.state().status == status
 
 
-def test_a_cluster_is_looked_at_and_its_run_mirrored(tmp_path, outside):
+@pytest.fixture(params=["a cloud", "Slurm"])
+def home_of_jobs(request, outside, monkeypatch) -> Path:
+    """On a Slurm of SkyPilot's it is not that of the account which ssh comes to."""
+    if request.param == "a cloud":
+        return outside.home
+    monkeypatch.setenv("SKY_CLUSTER_NAME", "small-1a2b")
+    home = outside.home / ".sky_clusters" / "small-1a2b"
+    home.mkdir(parents=True)
+    return home
+
+
+def test_a_cluster_is_looked_at_and_its_run_mirrored(tmp_path, outside, home_of_jobs):
     run, handle = launched(tmp_path)
     outside.answer(status=[{"name": handle.job, **CLUSTER}])
-    there = outside.home / ".stackrl" / "runs" / run.id
+    there = home_of_jobs / ".stackrl" / "runs" / run.id
     there.mkdir(parents=True)
     state = json.loads((run.path / "state.json").read_text())
     (there / "state.json").write_text(json.dumps(state | {"status": "running", "attempt": 1}))
@@ -438,10 +449,10 @@ def wait_for(happens, limit=20.0):
         time.sleep(0.02)
 
 
-def test_a_command_goes_to_the_node_that_is_named(tmp_path, outside, capfd):
+def test_a_command_goes_to_the_node_that_is_named(tmp_path, outside, home_of_jobs, capfd):
     run, handle = launched(tmp_path)
-    assert BACKEND.execute(run, handle, ["echo", "a  b"], 0) == 0
-    assert capfd.readouterr().out.endswith("a  b\n")
+    assert BACKEND.execute(run, handle, ["sh", "-c", 'echo "a  b" && cd && pwd'], 0) == 0
+    assert capfd.readouterr().out.endswith(f"a  b\n{home_of_jobs}\n")
     with pytest.raises(RunError, match="1 node"):
         BACKEND.execute(run, handle, ["true"], 1)
 

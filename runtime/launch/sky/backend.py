@@ -7,7 +7,6 @@ writes into ssh's configuration; those of a managed job belong to SkyPilot's con
 from __future__ import annotations
 
 import os
-import shlex
 import shutil
 import sys
 import time
@@ -102,7 +101,7 @@ class Sky:
         if node >= skypilot.nodes(run.read(SOURCE_FILE)):
             raise RunError(f"run {run.id} has {skypilot.nodes(run.read(SOURCE_FILE))} nodes, counted from 0")
         host = handle.job if node == 0 else f"{handle.job}-worker{node}"
-        return sky_command.show_program([*sky_mirror.SSH, host, shlex.join(command)])
+        return sky_command.show_program(sky_mirror.command_on_node(host, command))
 
     def logs(self, run: RunFolder, handle: Handle, *, follow: bool) -> int | None:
         return _follow(handle, "--follow" if follow else "--no-follow")
@@ -264,7 +263,7 @@ def _save(run: RunFolder, handle: Handle) -> list[str]:
     limit = int(longest_end(run)) + 1
     script = sky_task.saving_script(run.read(SOURCE_FILE), run.id, limit, sky_task.BY_DOWN)
     try:
-        sky_command.quietly([*sky_mirror.SSH, handle.job, "bash -s"], limit + 30.0, script)
+        sky_mirror.on_node(handle.job, script, limit + 30.0)
         sky_mirror.fetch(run, handle.job, sky_task.remote_home(run.read(SOURCE_FILE)))
     except NoAnswer as error:
         return [f"its node, so that it was not saved: {error}"]
