@@ -17,7 +17,7 @@ from stackrl.runtime import checkpoints, heartbeat
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.trainer.ledger import Ledger
 from stackrl.runtime.trainer.protocol import Learner
-from stackrl.runtime.transport.batch_client import SILENCE, BatchClient
+from stackrl.runtime.transport.batch_client import BatchClient
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import Batch, End, Hello, Logprobs, MicroBatch, Version
 from stackrl.schemas.split import has_engines
@@ -30,8 +30,6 @@ GREETING_EVERY = 5.0
 """Seconds between further ones: a restarted orchestrator must hear of a rank that is busy with a batch."""
 REPORT_LIMIT = 10.0
 """Seconds that sending logprobs for the report may take; training waits for it."""
-PARTING = 60.0
-"""Seconds in which an orchestrator that has ended the run must take the last acknowledgement."""
 
 log = logging.getLogger(__name__)
 
@@ -150,11 +148,8 @@ class Loop:
         """Say that the trainer's part of the checkpoint which resumes at ``index`` is on disk."""
         if self._rank:
             return
-        limit = PARTING if self._ended.is_set() else SILENCE
         try:
-            self._client.ack(
-                index=index - 1, step=step, state="durable", version=self._position[1], timeout=limit
-            )
+            self._client.ack(index=index - 1, step=step, state="durable", version=self._position[1])
         except TransportError as error:
             if not self._ended.is_set():
                 raise

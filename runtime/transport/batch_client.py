@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,8 @@ from stackrl.runtime.transport.messages import (
 
 SILENCE = 300.0
 """Seconds without any answer after which a client gives the orchestrator up."""
+PARTING = 60.0
+"""Seconds in which an orchestrator that has ended the run must take the last acknowledgements."""
 _REQUEST = 30.0
 """Seconds that a client gives one request beyond the long poll."""
 _REPORT = 10.0
@@ -46,6 +49,8 @@ class BatchClient:
         """The last batch that arrived here."""
         self._applied: bytes | None = None
         """The last acknowledgement of a step, which an orchestrator that was restarted may have missed."""
+        self._over = math.inf
+        """When the end arrived: the orchestrator may be gone for good since."""
         self._meeting = threading.RLock()
         self._http = httpx.Client(
             base_url=url,
@@ -90,6 +95,8 @@ class BatchClient:
             self._taken = index
             version = Version(me.incarnation, message.step)
             self.ack(index=index, step=message.step, state="accepted", version=version, timeout=silence)
+        else:
+            self._over = time.monotonic()
         return message
 
     def ack(
@@ -134,13 +141,16 @@ class BatchClient:
     def _request(
         self, method: str, path: str, timeout: float, content: bytes | None = None
     ) -> httpx.Response:
-        """One request, repeated while nobody answers, for at most ``timeout`` seconds."""
-        deadline = time.monotonic() + timeout
+        """One request, repeated while nobody answers, for at most ``timeout`` seconds, and no longer than
+        PARTING after the end, also where it was begun before.
+        """
+        began = time.monotonic()
+        deadline = began + timeout
         while True:
             try:
                 response = self._http.request(method, path, content=content)
             except httpx.TransportError as error:
-                if time.monotonic() + _RETRY > deadline:
+                if time.monotonic() + _RETRY > min(deadline, max(began, self._over) + PARTING):
                     raise TransportError(
                         f"the orchestrator did not answer {method} {path} within {timeout:.0f} s: {error}"
                     ) from error

@@ -14,7 +14,7 @@ from small_runs import TOKEN
 
 from stackrl.runtime.orchestrator.batching import Layout, Place, build
 from stackrl.runtime.orchestrator.packing import causal_cost
-from stackrl.runtime.transport import batches
+from stackrl.runtime.transport import batch_client, batches
 from stackrl.runtime.transport.auth import bearer
 from stackrl.runtime.transport.batch_client import BatchClient
 from stackrl.runtime.transport.batches import MAX_REQUEST_BYTES, BatchServer, TransportError
@@ -361,6 +361,34 @@ async def test_a_checkpoint_that_the_trainer_saved_before_is_known_from_its_gree
             await new.durable(5, 1)
             with pytest.raises(TransportError, match="did not acknowledge batch 6 as durable"):
                 await new.durable(6, 0.1)
+
+
+async def test_nobody_waits_for_long_for_an_orchestrator_that_has_ended_the_run(server, url, monkeypatch):
+    """It may have known already what an acknowledgement on its way was to tell."""
+    monkeypatch.setattr(batch_client, "PARTING", 1.0)
+    with Client(url, 0, 1) as client:
+        await in_thread(greet, client)
+        await server.offer(made())
+        await in_thread(client.fetch, 5)
+        said = {"index": 5, "step": 3, "version": Version(2, 4)}
+        await in_thread(client.ack, **said, state="applied")
+        await server.applied(1)
+        request = client._http.request
+
+        def lost_on_the_way(method, path, **options):
+            if path == "/acks":
+                raise httpx.ConnectError("nobody is there")
+            return request(method, path, **options)
+
+        monkeypatch.setattr(client._http, "request", lost_on_the_way)
+        acknowledging = asyncio.create_task(in_thread(client.ack, **said, state="durable"))
+        await asyncio.sleep(0.1)
+        ending = asyncio.create_task(server.end("finished", 5))
+        assert await in_thread(client.fetch, 6) == End(reason="finished")
+        await ending
+        with pytest.raises(TransportError, match="did not answer POST /acks"):
+            async with asyncio.timeout(30):
+                await acknowledging
 
 
 async def test_the_end_with_a_save_is_acknowledged_after_it(server, url):
