@@ -8,10 +8,10 @@ import signal
 import socket
 import subprocess
 import tempfile
-from pathlib import Path
 
 import jsonschema
 import pytest
+from sandbox_traces import left_behind, running
 
 from stackrl.runtime.environments.sandboxes import SCHEMA, Settings, cgroups, machine
 from stackrl.runtime.environments.sandboxes.base import SandboxError
@@ -43,25 +43,6 @@ async def said(sandbox, program, *words, **more):
     result = await sandbox.run(["python3", "-I", "-c", program, *words], **more)
     assert result.code == 0, (result.code, result.text, result.errors.decode())
     return json.loads(result.text)
-
-
-def left_behind():
-    """Folders and control groups of this process's sandboxes."""
-    own = f"-{os.getpid()}-"
-    temporary = [path for path in Path(tempfile.gettempdir()).glob("stackrl-*") if own in path.name]
-    return temporary + list(Path("/sys/fs/cgroup").glob(f"**/stackrl{own}*"))
-
-
-def running(argument):
-    """Whether a `sleep` with this argument is."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].endswith(b"sleep") and argument.encode() in words:
-            return True
-    return False
 
 
 ATTACK = """

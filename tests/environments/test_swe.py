@@ -6,13 +6,13 @@ import os
 import shutil
 import subprocess
 import sys
-import tempfile
 import types
 import unittest
 from pathlib import Path
 from random import Random
 
 import pytest
+from sandbox_traces import left_behind, running
 
 from stackrl.runtime.data.files import DataError
 from stackrl.runtime.environments.base import Answer, Call, NoRoom
@@ -110,13 +110,6 @@ async def place(**changes):
     found = Place(machine(BOX), **{"test_timeout": 60.0, **changes})
     await found.machine.check()
     return found
-
-
-def left_behind():
-    """Folders and control groups of this process's sandboxes."""
-    own = f"-{os.getpid()}-"
-    temporary = [path for path in Path(tempfile.gettempdir()).glob("stackrl-*") if own in path.name]
-    return temporary + list(Path("/sys/fs/cgroup").glob(f"**/stackrl{own}*"))
 
 
 @needs_bubblewrap
@@ -354,18 +347,6 @@ async def test_a_cancelled_rollout_leaves_nothing():
     with pytest.raises(asyncio.CancelledError):
         await rollout
     assert left_behind() == [] and not running("98765.25")
-
-
-def running(argument):
-    """Whether a `sleep` with this argument is."""
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (process / "cmdline").read_bytes().split(b"\0")
-        except OSError:
-            continue
-        if words[0].endswith(b"sleep") and argument.encode() in words:
-            return True
-    return False
 
 
 def test_a_command_in_a_block():
