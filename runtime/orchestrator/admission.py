@@ -18,9 +18,9 @@ With max_staleness 0 this is a barrier: a batch is generated wholly by the step 
 
 from __future__ import annotations
 
+from bisect import bisect_left, insort
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 
@@ -44,23 +44,23 @@ class Admission:
     """RL steps that the trainer has taken: the step whose weights the next batch trains."""
     batches_left: int
     """Batches of this stage that are not sealed."""
-    waiting: dict[int, Waiting] = field(default_factory=dict)
+    waiting: dict[int, Waiting] = field(default_factory=dict, init=False)
     """By the group's id."""
-    training: int = 0
+    rollouts_waiting: int = field(default=0, init=False)
+    """Of all groups together."""
+    training: int = field(default=0, init=False)
     """Rollouts of the sealed batch, until it is applied."""
-
-    @property
-    def rollouts_waiting(self) -> int:
-        return sum(group.size for group in self.waiting.values())
+    _queue: list[tuple[int, int]] = field(default_factory=list, init=False)
+    """Deadline and id of each group, the most urgent first. Thousands of groups are asked about at each
+    arrival, so it is kept in order."""
 
     def may_admit(self, engines: int) -> bool:
         """Whether another group, of any size, may start while all engines hold step ``engines``."""
         if engines != self.step:
             return False
-        waiting = self.rollouts_waiting
         return (
-            waiting + self.training < (self.max_staleness + 1) * self.batch_size
-            and waiting < self.batches_left * self.batch_size
+            self.rollouts_waiting + self.training < (self.max_staleness + 1) * self.batch_size
+            and self.rollouts_waiting < self.batches_left * self.batch_size
         )
 
     def admit(self, group: int, size: int) -> None:
@@ -68,27 +68,29 @@ class Admission:
 
     def take_up(self, group: int, size: int, admitted: int) -> None:
         """A group that was admitted at step ``admitted``, before the orchestrator was started again."""
-        self.waiting[group] = Waiting(admitted + self.max_staleness, size)
+        deadline = admitted + self.max_staleness
+        self.waiting[group] = Waiting(deadline, size)
+        self.rollouts_waiting += size
+        insort(self._queue, (deadline, group))
 
     def drop(self, group: int) -> None:
         """The group failed, has no signal or is too old; another may take its place."""
-        del self.waiting[group]
+        self._take_out(group)
 
     def choose(self, finished: Collection[int]) -> list[int] | None:
         """The groups of the next batch, in the order of their ids; None while one must be waited for."""
         if self.training or sum(self.waiting[group].size for group in finished) < self.batch_size:
             return None
-        chosen = self._first(self._in_order(finished))
-        everything = self._in_order(self.waiting)
-        if chosen == self._first(everything):  # to wait for others would change nothing
+        chosen = self._first(group for _, group in self._queue if group in finished)
+        if chosen == self._first(group for _, group in self._queue):  # to wait would change nothing
             return sorted(chosen)
         taken = set(chosen)
-        left = [group for group in everything if group not in taken]
+        left = (group for _, group in self._queue if group not in taken)
         return sorted(chosen) if self._in_time(left) else None
 
     def seal(self, groups: Collection[int]) -> None:
         """``groups`` are on their way to the trainer."""
-        self.training = sum(self.waiting.pop(group).size for group in groups)
+        self.training = sum(self._take_out(group) for group in groups)
         self.batches_left -= 1
 
     def applied(self) -> None:
@@ -96,24 +98,29 @@ class Admission:
         self.training = 0
         self.step += 1
 
-    def _in_order(self, groups: Iterable[int]) -> list[int]:
-        """The most urgent first."""
-        return sorted(groups, key=lambda group: (self.waiting[group].deadline, group))
+    def _take_out(self, group: int) -> int:
+        """The group waits no more; its size."""
+        deadline, size = self.waiting.pop(group)
+        self.rollouts_waiting -= size
+        del self._queue[bisect_left(self._queue, (deadline, group))]
+        return size
 
-    def _first(self, groups: list[int]) -> list[int]:
+    def _first(self, groups: Iterable[int]) -> list[int]:
         """As many of them as make a batch."""
-        rollouts = 0
-        for count, group in enumerate(groups, start=1):
+        first, rollouts = [], 0
+        for group in groups:
+            first.append(group)
             rollouts += self.waiting[group].size
             if rollouts >= self.batch_size:
-                return groups[:count]
-        return groups
+                break
+        return first
 
-    def _in_time(self, left: list[int]) -> bool:
+    def _in_time(self, left: Iterable[int]) -> bool:
         """Whether the batches after the next one train all of ``left``, the most urgent first, in time."""
         last = self.step + self.batches_left - 1
-        before = accumulate((self.waiting[group].size for group in left), initial=0)
-        return all(
-            rollouts < (min(self.waiting[group].deadline, last) - self.step) * self.batch_size
-            for rollouts, group in zip(before, left, strict=False)
-        )
+        before = 0
+        for deadline, size in map(self.waiting.__getitem__, left):
+            if before >= (min(deadline, last) - self.step) * self.batch_size:
+                return False
+            before += size
+        return True

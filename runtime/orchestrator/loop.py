@@ -27,9 +27,11 @@ from stackrl.runtime.orchestrator.recorder import Recorder
 from stackrl.runtime.orchestrator.reinforcement import Reinforcement
 from stackrl.runtime.orchestrator.resuming import Start, take_up
 from stackrl.runtime.orchestrator.saving import Saving
+from stackrl.runtime.orchestrator.signals import look_for_own_functions
 from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.orchestrator.supervised import run_supervised, source_of
 from stackrl.runtime.orchestrator.training import STEP_LIMIT, Training
+from stackrl.runtime.orchestrator.turns import collect_garbage
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.batches import BatchServer
 from stackrl.runtime.transport.messages import Hello
@@ -57,6 +59,7 @@ async def orchestrate(
     stop = stop or Stop()
     stack = run.stack()
     chat = Chat.load(run.model, stack.model)
+    look_for_own_functions(stack)
     start = Start(run, stack)
     async with AsyncExitStack() as resources:
         for client in clients:
@@ -107,12 +110,14 @@ class _Life:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self.engines.serve(self.sink.event, ENGINE_LIMIT))
             stopping = tasks.create_task(self.stop.wait())
+            collecting = tasks.create_task(collect_garbage())
             await self._make_data_ready(tasks, stopping)
             hello = await self._meet(tasks, stopping)
             if hello is not None:
                 await self._work(hello, tasks, stopping)
             stopping.cancel()
             serving.cancel()
+            collecting.cancel()
 
     async def _meet(self, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> Hello | None:
         """The trainer's greeting; None where the run is to stop before it."""
