@@ -31,7 +31,8 @@ def load_function(path: str, group: str = "") -> Callable[..., Any]:
 def load(path: str, group: str = "") -> Any:
     """What ``path`` names: ``package.module:name``, ``folder/file.py:name``, or an entry point of ``group``.
 
-    A relative file is looked for in the work directory, and so is a module that is not installed.
+    A relative file is looked for in the work directory, and so is a module that is not installed, also one
+    that the file imports.
     """
     if ":" not in path:
         if not group:
@@ -57,21 +58,27 @@ def _entry_point(name: str, group: str) -> Any:
         )
     try:
         return points[name].load()
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OwnCodeError(f"{name}: {_reason(error)}") from error
 
 
 def _module(name: str) -> ModuleType:
-    """An installed module, or one of the work directory; that one comes last, so that it hides no other."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+    """An installed module, or one of the work directory."""
+    here = _look_here()
     try:
         return importlib.import_module(name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise OwnCodeError(
             f"{name} cannot be imported: {_reason(error)}; it was looked for in {here} too"
         ) from error
+
+
+def _look_here() -> str:
+    """Have imports find what is in the work directory; it comes last, so that it hides nothing else."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+    return here
 
 
 def _file(path: Path) -> ModuleType:
@@ -81,16 +88,17 @@ def _file(path: Path) -> ModuleType:
     name = f"stackrl_own_{path.stem}_{hashlib.sha256(bytes(path)).hexdigest()[:8]}"
     if name in sys.modules:
         return sys.modules[name]
+    _look_here()
     spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         del sys.modules[name]
         raise OwnCodeError(f"{path} cannot be imported: {_reason(error)}") from error
     return module
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"

@@ -47,7 +47,7 @@ def packages_do_not_collide(stack: Stack) -> Problems:
 def workers_have_work(stack: Stack) -> Problems:
     """Most environments reply inside the orchestrator."""
     for path, environment in environments_of(stack):
-        if environment.workers > 1 and not _may_lead(environment.type):
+        if environment.workers > 1 and not may_lead(environment.type):
             what = f"{environment.type} does not lead its rollouts, so it has no workers"
             yield Problem((*path, "workers"), what, "remove it", at_key=True)
 
@@ -63,7 +63,7 @@ def environments_of(stack: Stack) -> Iterator[tuple[Path, Environment]]:
             yield (*path, index), environment
 
 
-def _may_lead(kind: str) -> bool:
+def may_lead(kind: str) -> bool:
     """Whether an environment of that type can lead its rollouts; what one's own does is not known here."""
     if kind in ("swe", "verifiers", "python"):
         return True

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 
@@ -23,6 +25,9 @@ def load(settings: dict[str, Any]) -> Faults:
             raise Refused
         case "raise":
             raise KeyError("no such data")
+        case "raise once" if not (begun := Path(settings["begun"])).exists():
+            begun.touch()
+            raise KeyError("no such data yet")
         case "die":
             print("so far so good", flush=True)
             os._exit(7)
@@ -51,6 +56,12 @@ class Faults:
                 time.sleep(600)  # noqa: ASYNC251 (what it must not do)
             case "hold on":
                 await _hold_on()
+            case "give up":
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(policy.ask(messages=[{"role": "user", "content": "slow"}]), 0.2)
+                return {"rewards": {"score": policy.seconds}, "metrics": {}}
+            case "tidy":
+                await _tidy(Path(os.environ["STACKRL_TEST_HELD"]))
             case "wait":
                 await asyncio.sleep(600)
             case "raise":
@@ -95,6 +106,16 @@ async def _asked(number: int, policy: Any) -> dict[str, Any]:
     letters = len(first["text"] + second["text"])
     metrics = {"closed": first["closed"], "full": second.get("error") == "NoRoom"}
     return {"rewards": {"score": letters}, "metrics": metrics}
+
+
+async def _tidy(held: Path) -> None:
+    """Hold a file, and let it go some time after the end."""
+    held.touch()  # noqa: ASYNC240
+    try:
+        await asyncio.sleep(600)
+    finally:
+        await asyncio.sleep(0.2)
+        held.unlink()  # noqa: ASYNC240
 
 
 async def _hold_on() -> None:

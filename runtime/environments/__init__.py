@@ -9,6 +9,7 @@ from typing import Any
 from stackrl.runtime.data.files import DataError
 from stackrl.runtime.environments.base import AgentEnvironment, Environment
 from stackrl.schemas import environments as stack
+from stackrl.schemas.words import near
 
 
 class _Registry(Mapping[str, type[Environment]]):
@@ -70,16 +71,26 @@ def make(environment: stack.Environment) -> Environment:
     if isinstance(made, AgentEnvironment):
         from stackrl.runtime.environments.workers import in_workers
 
-        weights, made = made.weights, in_workers(made, environment)
-        made.weights = weights
+        inner, made = made, in_workers(made, environment)
+        made.weights, made.expected = inner.weights, inner.expected
     return made
 
 
 def make_here(environment: stack.Environment) -> Environment:
     """As ``make``, with rollouts in this process."""
+    kind = RUNNABLE[environment.type]
     try:
-        made = RUNNABLE[environment.type].made(environment.args)
-    except (TypeError, ValueError, DataError) as error:
-        raise EnvironmentRefused(f"environment {environment.name!r}: {error}") from error
+        made = kind.made(environment.args)
+        known = list(made.weights or kind.reward_names(environment.args))
+    except (Exception, SystemExit) as error:  # the constructor may be anybody's
+        plain = str(error) and isinstance(error, TypeError | ValueError | DataError)
+        why = error if plain else f"{type(error).__name__}: {error}".rstrip(": ")
+        raise EnvironmentRefused(f"environment {environment.name!r}: {why}") from error
+    for name in environment.rewards:
+        if known and name not in known:
+            what = f"rewards.{name}: there is no reward of this name"
+            mend = near(name, known) or f"there is {', '.join(known)}"
+            raise EnvironmentRefused(f"environment {environment.name!r}: {what}; {mend}")
     made.weights = {**made.weights, **environment.rewards}
+    made.expected = () if known else tuple(environment.rewards)
     return made

@@ -1,4 +1,4 @@
-"""What an answer says: the part behind the thoughts, the number in it, and how near that is to another."""
+"""What an answer says: the number in it, and how near that is to another."""
 
 from __future__ import annotations
 
@@ -7,21 +7,20 @@ from random import Random
 
 from stackrl.runtime.environments.reverse_text import similarity
 
+MOST_DIGITS = 30
+"""Of a number in front of its point: no task has a larger one, and Python reads none of thousands."""
 _NUMBER = re.compile(r"-?\d[\d,]*(?:\.\d+)?")
 
 
-def said(text: str) -> str:
-    """``text`` without the thoughts that it begins with, as reasoning models mark them."""
-    return text.rpartition("</think>")[2]
-
-
 def last_number(text: str) -> int | float | None:
-    """The last number that ``text`` has, commas between its digits left out."""
+    """The last number that ``text`` has, commas between its digits left out; None where it is too large."""
     found = _NUMBER.findall(text)
     if not found:
         return None
-    digits = found[-1].replace(",", "")
-    return float(digits) if "." in digits else int(digits)
+    whole, point, part = found[-1].replace(",", "").partition(".")
+    if len(whole.lstrip("-")) > MOST_DIGITS:
+        return None
+    return float(f"{whole}.{part}") if point else int(whole)
 
 
 def digits_alike(number: int | float | None, expected: int) -> float:

@@ -50,7 +50,7 @@ class Arithmetic(TurnEnvironment):
         return Task(messages=(user(f"{expression}="),), data=value)
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        written = last_number(answers[-1].text)
+        written = last_number(answers[-1].said)
         right = float(written == task.data)
         return Outcome(
             {"right": right, "digits": digits_alike(written, task.data)}, metrics={"solved": right}

@@ -16,6 +16,8 @@ from typing import Any, ClassVar, Protocol
 
 Message = dict[str, Any]
 """``{"role": ..., "content": ...}``, as chat templates read it."""
+_THOUGHTS, _THOUGHTS_END = "<think>", "</think>"
+"""As reasoning models mark them."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,16 @@ class Answer:
     """Of tools, in order, where the environment has any."""
     closed: bool = True
     """Whether the model ended its turn; otherwise it was cut off."""
+    thinking: bool = False
+    """Whether the text begins within the model's thoughts, which the chat template has opened."""
+
+    @property
+    def said(self) -> str:
+        """The text behind the thoughts that it begins with; empty where it ends within them."""
+        _, ended, behind = self.text.rpartition(_THOUGHTS_END)
+        if ended:
+            return behind.lstrip()
+        return "" if self.thinking or self.text.lstrip().startswith(_THOUGHTS) else self.text
 
 
 @dataclass(frozen=True)
@@ -94,6 +106,9 @@ class NoRoom(Exception):
 class Policy(Protocol):
     """The model, as one rollout of an AgentEnvironment sees it."""
 
+    seconds: float | None
+    """That the rollout may take as a whole, where it has a limit; one that takes longer is a failed one."""
+
     async def answer(self, *messages: Message) -> Answer:
         """Its answer to what was said so far and then ``messages``; the task's come before the first answer.
 
@@ -108,6 +123,8 @@ class Environment(ABC):
     """JSON Schema of the stack's ``args``."""
     weights: Mapping[str, float] = {}
     """Of all rewards by name, where the stack says nothing else; 1 for those not named."""
+    expected: Collection[str] = ()
+    """Rewards that the stack weighs and that only the rollouts tell of: each must give them."""
     tools: Sequence[Tool] = ()
     """What the model may call; it is told of them before the task's first message."""
 
@@ -120,6 +137,14 @@ class Environment(ABC):
     def reward_names(cls, args: Mapping[str, Any]) -> Collection[str]:
         """What the rewards are called; empty where only the rollouts themselves tell."""
         return cls.weights
+
+    async def start(self) -> None:
+        """Try what rollouts need, before the first: of an AgentEnvironment in the process that leads them,
+        of others in one like it before the run learns anything.
+
+        An exception says why there can be none, and what to do.
+        """
+        return None
 
     @abstractmethod
     def task(self, rng: Random) -> Task:
@@ -144,11 +169,8 @@ class TurnEnvironment(Environment):
 class AgentEnvironment(Environment):
     """One that leads its rollouts itself."""
 
-    async def start(self) -> None:
-        """Try what its rollouts need, before the first, in the process that leads them.
-
-        An exception says why there can be none, and what to do.
-        """
+    at_once: ClassVar[int | None] = None
+    """Rollouts in one worker at a time, where the stack says nothing else and what they hold is large."""
 
     @abstractmethod
     async def rollout(self, task: Task, policy: Policy) -> Outcome:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import numbers
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from random import Random
 from string import ascii_lowercase, digits
@@ -12,9 +11,9 @@ from typing import Any, ClassVar
 from stackrl.runtime.data.files import DataError, Row
 from stackrl.runtime.environments import questions
 from stackrl.runtime.environments.base import Answer, Message, Outcome, Task, Turn, TurnEnvironment, user
+from stackrl.runtime.environments.functions import functions
 from stackrl.runtime.environments.judge import SCHEMA as JUDGE
 from stackrl.runtime.environments.judge import Judge
-from stackrl.runtime.environments.limited import called
 from stackrl.runtime.environments.python import IMPORT_PATH
 
 GROUP = "stackrl.rewards"
@@ -26,7 +25,7 @@ FUNCTION = {
     f"the name of an entry point of the group `{GROUP}`.",
     "examples": ["rewards.py:right"],
 }
-Reward = Callable[[Task, str], Awaitable[float]]
+Reward = Callable[[Task, Answer], Awaitable[float]]
 
 
 class Dataset(TurnEnvironment):
@@ -97,9 +96,14 @@ class Dataset(TurnEnvironment):
         system: str = "",
         timeout: float = 10.0,
     ) -> None:
-        self._prompt, self._answer, self._timeout = prompt, answer, timeout
+        self._prompt, self._answer = prompt, answer
         self._before: tuple[Message, ...] = ({"role": "system", "content": system},) if system else ()
+        self._judges: list[Judge] = []
         self._rewards = {name: self._reward(name, what) for name, what in _by_name(reward).items()}
+        paths = [what for what in _by_name(reward).values() if isinstance(what, str)]
+        for path in paths:
+            _check(path)
+        self._functions = functions(paths, GROUP, timeout)
         self._rows = questions.rows_of(dataset, subset, split, limit)
         for row in self._rows:
             self._messages(row)
@@ -108,18 +112,25 @@ class Dataset(TurnEnvironment):
     def reward_names(cls, args: Mapping[str, Any]) -> tuple[str, ...]:
         return tuple(_by_name(args["reward"]))
 
+    async def start(self) -> None:
+        """Ask every judge whether it is there. Raises JudgeError."""
+        for judge in self._judges:
+            await judge.check()
+
     def task(self, rng: Random) -> Task:
         row = rng.choice(self._rows)
         return Task(self._messages(row), row.values)
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        """A function that raises, hangs or gives no number fails the rollout: it is no reward of zero."""
-        text = answers[-1].text
-        rewards = {name: await reward(task, text) for name, reward in self._rewards.items()}
-        return Outcome(rewards, metrics={"solved": float(min(rewards.values()) >= 1)})
+        """A function that raises, hangs or gives no number fails the rollout: it is no reward of zero.
+
+        `solved` is told by the first reward alone: others may be of style, and never whole.
+        """
+        rewards = {name: await reward(task, answers[-1]) for name, reward in self._rewards.items()}
+        return Outcome(rewards, metrics={"solved": float(next(iter(rewards.values())) >= 1)})
 
     def demonstration(self, task: Task, rng: Random, noise: float) -> list[Turn]:
-        if self._answer not in task.data:
+        if task.data.get(self._answer) is None:
             raise NotImplementedError(
                 f"rows without {self._answer!r} show no right answer to learn from; name the column that has "
                 "it as `answer`, or leave the supervised stage out"
@@ -143,20 +154,18 @@ class Dataset(TurnEnvironment):
     def _reward(self, name: str, what: str | Mapping[str, Any]) -> Reward:
         if not isinstance(what, str):
             judge = Judge(**what["judge"])
+            self._judges.append(judge)
 
-            async def judged(task: Task, text: str) -> float:
-                asked = "\n".join(str(message["content"]) for message in task.messages)
-                return await judge.score(asked, text, str(task.data.get(self._answer, "")))
+            async def judged(task: Task, answer: Answer) -> float:
+                asked = "\n".join(str(message["content"] or "") for message in task.messages)
+                reference = task.data.get(self._answer)
+                return await judge.score(asked, answer.said, "" if reference is None else str(reference))
 
             return judged
-        function = _function(what)
 
-        async def computed(task: Task, text: str) -> float:
+        async def computed(task: Task, answer: Answer) -> float:
             label = f"reward {name!r} ({what})"
-            value = await called(function, text, dict(task.data), limit=self._timeout, name=label)
-            if not isinstance(value, numbers.Real):
-                raise TypeError(f"{label} returned {value!r:.60}, not a number")
-            return float(value)
+            return await self._functions.call(what, answer.text, task.data, name=label)
 
         return computed
 
@@ -166,7 +175,8 @@ def _by_name(reward: str | Mapping[str, Any]) -> Mapping[str, Any]:
     return {reward.rpartition(":")[2]: reward} if isinstance(reward, str) else reward
 
 
-def _function(path: str) -> Callable[..., Any]:
+def _check(path: str) -> None:
+    """Raises ValueError where ``path`` names nothing that can be called as a reward."""
     from stackrl.runtime.own_code import load
 
     function = load(path, GROUP)
@@ -179,7 +189,6 @@ def _function(path: str) -> Callable[..., Any]:
         ) from None
     except ValueError:
         pass  # built-in functions do not tell what they take
-    return function
 
 
 def _is_message(value: Any) -> bool:

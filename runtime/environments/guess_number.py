@@ -37,7 +37,7 @@ class GuessNumber(TurnEnvironment):
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
         """``near``: how much of the range the best guess rules out on the way to the number, 0 to 1."""
-        guesses = [last_number(answer.text) for answer in answers]
+        guesses = [last_number(answer.said) for answer in answers]
         found = guesses[-1] == task.data
         done = found or len(answers) == self.guesses
         distances = [abs(guess - task.data) for guess in guesses if guess is not None]

@@ -9,6 +9,8 @@ from collections.abc import Mapping
 from typing import Any
 from weakref import WeakKeyDictionary
 
+from stackrl.runtime.environments.base import Answer
+
 PROMPT = """\
 Judge an answer to a task.
 
@@ -66,7 +68,12 @@ SCHEMA: dict[str, Any] = {
     "required": ["endpoint", "model"],
     "additionalProperties": False,
 }
-_SCORE = re.compile(r"score\W{0,4}(-?\d+(?:\.\d+)?)", re.IGNORECASE)
+_LINE = re.compile(r"^[\W_]*(?:\w+ )?score\b.*[:=]([^:=\n]*)$", re.IGNORECASE | re.MULTILINE)
+_VALUE = re.compile(
+    r"""[\s*_"'`]*(?P<score>[+-]?\d{1,30}(?:\.\d+|,\d\d?)?)"""
+    r"""(?:\s*(?:/|out of)\s*(?P<highest>\d{1,30}))?[\s*_"'`.!)}\]]*"""
+)
+"""What stands behind the colon: nothing but a number, and perhaps the scale's end."""
 _FIELD = re.compile(r"\{(prompt|answer|reference|lowest|highest)\}")
 _PASSING = frozenset({408, 409, 425, 429, 500, 502, 503, 504, 529})
 """Status codes after which asking again may help."""
@@ -123,10 +130,21 @@ class Judge:
                 await asyncio.sleep(min(2.0**number, _LONGEST_PAUSE))
             text, why = await self._ask(asked)
             if text is not None:
-                scores = _SCORE.findall(text)
-                if scores and self._lowest <= float(scores[-1]) <= self._highest:
-                    return (float(scores[-1]) - self._lowest) / (self._highest - self._lowest)
+                score = score_in(text, self._highest)
+                if score is not None and self._lowest <= score <= self._highest:
+                    return (score - self._lowest) / (self._highest - self._lowest)
                 why = f"it named no score from {self._lowest:g} to {self._highest:g}: {text[-80:]!r}"
+        raise JudgeError(f"judge {self._model} at {self._url}, asked {self._tries} times: {why}")
+
+    async def check(self) -> None:
+        """Ask one small thing, whatever it answers. Raises JudgeError where it answers nothing."""
+        why = ""
+        for number in range(self._tries):
+            if number:
+                await asyncio.sleep(min(2.0**number, _LONGEST_PAUSE))
+            text, why = await self._ask("Are you there? Answer with one word.")
+            if text is not None:
+                return
         raise JudgeError(f"judge {self._model} at {self._url}, asked {self._tries} times: {why}")
 
     async def _ask(self, asked: str) -> tuple[str | None, str]:
@@ -154,8 +172,9 @@ class Judge:
                 f"{' '.join(response.text.split())[:200]}"
             )
         try:
-            return str(response.json()["choices"][0]["message"]["content"] or ""), ""
-        except (ValueError, LookupError, TypeError):
+            choice = response.json()["choices"][0]
+            return _whole_lines(str(choice["message"]["content"] or ""), choice.get("finish_reason")), ""
+        except (AttributeError, ValueError, LookupError, TypeError):
             return None, f"its answer is no chat completion: {response.text[:80]!r}"
 
     def _headers(self) -> dict[str, str]:
@@ -175,3 +194,17 @@ class Judge:
             client = httpx.AsyncClient(timeout=self._timeout, limits=limits)
             self._connections[loop] = client, asyncio.Semaphore(self._concurrent)
         return self._connections[loop]
+
+
+def score_in(text: str, highest: float) -> float | None:
+    """The score that the last line with one names without doubt; 8/10 is 8 where ten is the most."""
+    lines = _LINE.findall(Answer(text).said)
+    value = _VALUE.fullmatch(lines[-1]) if lines else None
+    if value is None or (value["highest"] and float(value["highest"]) != highest):
+        return None
+    return float(value["score"].replace(",", "."))
+
+
+def _whole_lines(text: str, finish_reason: str | None) -> str:
+    """Without the last line of a text that was cut off: of "score: 10" it may have a "score: 1"."""
+    return text.rpartition("\n")[0] if finish_reason == "length" else text

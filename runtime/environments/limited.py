@@ -10,10 +10,15 @@ from collections.abc import Callable
 from typing import Any
 
 
-async def called(function: Callable[..., Any], *arguments: Any, limit: float, name: str) -> Any:
-    """What ``function`` returns, an ``async`` one too. Raises TimeoutError after ``limit`` seconds.
+class Late(TimeoutError):
+    """A call took longer than it may."""
 
-    A plain function gets a thread, which lives on where it does not end: Python cannot end a thread.
+
+async def called(function: Callable[..., Any], *arguments: Any, limit: float, name: str) -> Any:
+    """What ``function`` returns, an ``async`` one too. Raises Late after ``limit`` seconds.
+
+    A plain function gets a thread, which lives on where it does not end: Python cannot end a thread. Nor does
+    another one go on while a function keeps Python's lock; for functions that may, see functions.py.
     """
     try:
         async with asyncio.timeout(limit) as clock:
@@ -24,7 +29,7 @@ async def called(function: Callable[..., Any], *arguments: Any, limit: float, na
     except TimeoutError as error:
         if not clock.expired():
             raise
-        raise TimeoutError(f"{name} took over {limit:g} s") from error
+        raise Late(f"{name} took over {limit:g} s") from error
 
 
 async def _in_a_thread(function: Callable[..., Any], arguments: tuple[Any, ...], name: str) -> Any:

@@ -95,7 +95,7 @@ class Math(TurnEnvironment):
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
         """An answer without a box is wrong, and so is one that cannot be compared."""
-        written = last_boxed(answers[-1].text)
+        written = last_boxed(answers[-1].said)
         equal: bool | None = False
         if written is not None:
             limit = START_LIMIT + 10 * LIMIT  # the comparison has its own; this one is for the queue before

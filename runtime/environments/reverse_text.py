@@ -40,7 +40,7 @@ class ReverseText(TurnEnvironment):
         return Task(messages=(user(f"reverse: {word}"),), data=word[::-1])
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        written = answers[-1].text
+        written = answers[-1].said
         return Outcome(
             {"similarity": similarity(written, task.data)}, metrics={"solved": float(written == task.data)}
         )

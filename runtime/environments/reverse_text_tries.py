@@ -48,10 +48,11 @@ class ReverseTextTries(ReverseText):
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
         before = len(answers) - 1
-        solved = answers[-1].text == task.data
+        written = answers[-1].said
+        solved = written == task.data
         done = solved or len(answers) == self.tries
         return Outcome(
-            {"similarity": similarity(answers[-1].text, task.data) * (1 - self.penalty * before)},
+            {"similarity": similarity(written, task.data) * (1 - self.penalty * before)},
             done=done,
             messages=() if done else (NO,),
             metrics={"solved": float(solved), "tries": float(len(answers))},

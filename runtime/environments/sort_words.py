@@ -9,7 +9,6 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any, ClassVar
 
-from stackrl.runtime.environments.answers import said
 from stackrl.runtime.environments.base import Answer, Outcome, Task, Turn, TurnEnvironment, user
 from stackrl.runtime.environments.wordle_words import WORDS
 
@@ -56,7 +55,7 @@ class SortWords(TurnEnvironment):
         return Task(messages=(user(f"sort: {' '.join(words)}"),), data=" ".join(sorted(words)))
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        written, expected = _WORD.findall(said(answers[-1].text).lower()), task.data.split()
+        written, expected = _WORD.findall(answers[-1].said.lower()), task.data.split()
         right = float(written == expected)
         return Outcome(
             {"right": right, "order": SequenceMatcher(None, written, expected).ratio()},

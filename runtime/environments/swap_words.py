@@ -26,7 +26,7 @@ class SwapWords(TurnEnvironment):
         return Task(messages=(*EXAMPLES, user(f"{first} {second}")), data=f"{second} {first}")
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        answer = answers[-1].text.strip().lower()
+        answer = answers[-1].said.strip().lower()
         return Outcome(
             {"similarity": similarity(answer, task.data)}, metrics={"solved": float(answer == task.data)}
         )

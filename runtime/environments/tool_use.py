@@ -113,7 +113,7 @@ class ToolUse(TurnEnvironment):
         """``calls``: which share of the calls that the question takes were done."""
         last = answers[-1]
         done = not last.calls or len(answers) == self.turns
-        written = None if last.calls else last_number(last.text)
+        written = None if last.calls else last_number(last.said)
         right = float(written is not None and abs(written - task.data["answer"]) < 1e-6)
         calls = [call for answer in answers for call in answer.calls]
         bad = sum(_failed(self._called(call, task)) for call in calls)

@@ -87,7 +87,7 @@ class WordProblems(TurnEnvironment):
         return Task(messages=(user(" ".join(story)),), data={"answer": held, "sums": sums})
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        written, expected = last_number(answers[-1].text), task.data["answer"]
+        written, expected = last_number(answers[-1].said), task.data["answer"]
         right = float(written == expected)
         return Outcome({"right": right, "digits": digits_alike(written, expected)}, metrics={"solved": right})
 

@@ -9,7 +9,6 @@ from random import Random
 from string import ascii_lowercase
 from typing import Any, ClassVar
 
-from stackrl.runtime.environments.answers import said
 from stackrl.runtime.environments.base import Answer, Message, Outcome, Task, Turn, TurnEnvironment, user
 from stackrl.runtime.environments.wordle_words import WORDS
 
@@ -54,7 +53,7 @@ class Wordle(TurnEnvironment):
         return Task(messages=(user(told),), data=word)
 
     async def reply(self, task: Task, answers: Sequence[Answer]) -> Outcome:
-        guesses = [guess_in(answer.text) for answer in answers]
+        guesses = [guess_in(answer.said) for answer in answers]
         found = guesses[-1] == task.data
         done = found or len(answers) == self.guesses
         best = max((_share(marks(guess, task.data)) for guess in guesses if guess), default=0.0)
@@ -87,8 +86,8 @@ class Wordle(TurnEnvironment):
 
 def guess_in(text: str) -> str | None:
     """The last word in brackets, or the whole answer where it is nothing else than one word."""
-    found = _IN_BRACKETS.findall(said(text))
-    if not found and (bare := _BARE.fullmatch(said(text))):
+    found = _IN_BRACKETS.findall(text)
+    if not found and (bare := _BARE.fullmatch(text)):
         found = [bare[1]]
     return found[-1].lower() if found else None
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from stackrl.runtime.launch.backends import choices
 from stackrl.runtime.launch.epochs import counted
-from stackrl.runtime.launch.front import look_at_packages, refusals
+from stackrl.runtime.launch.front import look, refusals
 from stackrl.runtime.launch.planning.plan import Machine, Plan, lacking, make_plan
 from stackrl.runtime.run import RunError
 from stackrl.schemas.loader import LoadedStack
@@ -34,7 +34,7 @@ def admit(
     """
     if problems := refusals(loaded):
         raise StackError(problems)
-    if here and (packages := look_at_packages(loaded)) and (missing := packages.errors + packages.absent):
+    if here and (missing := [one for looked in look(loaded) for one in looked.errors + looked.absent]):
         raise StackError(missing)
     plan = planner(loaded)
     if here and (lack := lacking(plan, Machine.here())):

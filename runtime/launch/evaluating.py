@@ -34,7 +34,10 @@ class Question:
 
 
 def evaluate(what: str, changes: Sequence[str], question: Question, output: str) -> int:
-    """Print the scores as a table or as JSON. ``what``: a stack file, or a run whose stack it is."""
+    """Print the scores as a table or as JSON. ``what``: a stack file, or a run whose stack it is.
+
+    Where all answers of an environment failed, the scores of the others are printed all the same.
+    """
     from stackrl.runtime.environments import EnvironmentRefused
     from stackrl.runtime.orchestrator.endpoint import Endpoint, EndpointError
     from stackrl.runtime.orchestrator.endpoint_evaluation import (
@@ -56,14 +59,24 @@ def evaluate(what: str, changes: Sequence[str], question: Question, output: str)
             await endpoint.check()
             return await evaluate_endpoint(stack, endpoint, plan, _Told())
 
+    failure: EvaluationFailed | None = None
     try:
         found = asyncio.run(ask())
-    except (EndpointError, EnvironmentRefused, EvaluationFailed) as error:
+    except EvaluationFailed as error:
+        found, failure = error.found, error
+    except (EndpointError, EnvironmentRefused) as error:
         print(f"stackrl: {error}", file=sys.stderr)
         return 1
+    if found:
+        _print(found, question, output)
+    if failure is not None:
+        print(f"stackrl: {failure}", file=sys.stderr)
+    return 1 if failure is not None else 0
+
+
+def _print(found: Mapping[str, Mapping[str, float]], question: Question, output: str) -> None:
     about = {"endpoint": question.endpoint, "model": question.model, "greedy": question.greedy}
     print(json.dumps(about | {"environments": found}, indent=1) if output == "json" else table(found))
-    return 0
 
 
 def table(found: Mapping[str, Mapping[str, float]]) -> str:

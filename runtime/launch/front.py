@@ -171,25 +171,35 @@ def _check(file: str, overrides: Sequence[str], on_node: bool) -> Checked:
     except StackError as error:
         return Checked(file, error.problems, [])
     found, advised = refusals(loaded), loaded.locate(advice(loaded.stack, loaded.task))
-    if packages := look_at_packages(loaded):
-        errors, absent, told = packages.errors, packages.absent, packages.told
-    else:
-        errors, absent, told = [], [], []
+    errors, absent, told = [], [], []
+    for looked in look(loaded, whole=on_node):
+        errors, absent, told = errors + looked.errors, absent + looked.absent, told + looked.told
     found += absent  # where the run will be they may be there
     if on_node:
         return Checked(file, errors + found, advised, told)
     return Checked(file, errors, found + advised, told)
 
 
-def look_at_packages(loaded: LoadedStack) -> Looked | None:
-    """Whether the stack's packages for verifiers can be run here; None where it has none. Takes seconds."""
+def look(loaded: LoadedStack, *, whole: bool = False) -> list[Looked]:
+    """Whether the stack's packages for verifiers can be run here, and what has code or data of the user can
+    be made; nothing is started where it has neither. Takes seconds.
+
+    ``whole``: as before a run, with sandboxes and judges (see runtime/environments/preflight.py).
+    """
+    from stackrl.runtime.environments.users_own import needs_a_look
     from stackrl.schemas.rules_of_workers import environments_of
 
-    if not any(environment.type == "verifiers" for _, environment in environments_of(loaded.stack)):
-        return None
-    from stackrl.runtime.environments.verifiers.preflight import look
+    environments = [environment for _, environment in environments_of(loaded.stack)]
+    looked = []
+    if any(environment.type == "verifiers" for environment in environments):
+        from stackrl.runtime.environments.verifiers import preflight as packages
 
-    return look(loaded)
+        looked.append(packages.look(loaded))
+    if any(needs_a_look(environment, whole) for environment in environments):
+        from stackrl.runtime.environments import preflight
+
+        looked.append(preflight.look(loaded, whole=whole))
+    return looked
 
 
 def _schema_from(folder: Path) -> str:

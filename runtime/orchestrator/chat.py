@@ -130,6 +130,11 @@ class Chat:
             return ()
         return tuple(checked(call, tools) for call in self._renderer.calls(self._said(text), tools))
 
+    @property
+    def opens_thoughts(self) -> bool:
+        """Whether each answer begins within thoughts, which the template has opened."""
+        return bool(self._thought)
+
     def thought(self, text: str) -> bool:
         """Whether an answer has thoughts that are over."""
         return _THOUGHT_END in text

@@ -130,7 +130,8 @@ class Conversation:
         ]
 
     def _add_answer(self, text: str, end: int | None) -> None:
-        answer = Answer(text, self._chat.calls(text, self._tools), closed=end is not None)
+        calls, thinking = self._chat.calls(text, self._tools), self._chat.opens_thoughts
+        answer = Answer(text, calls, closed=end is not None, thinking=thinking)
         self._messages.append(self._chat.remembered(answer))
         self.answers.append(answer)
         self._end, self._thoughtful = end, self._thoughtful or self._chat.thought(text)

@@ -11,6 +11,8 @@ import aiohttp
 import msgspec
 
 from stackrl.runtime.environments.base import Answer, Call, Message, NoRoom, Task, Tool
+from stackrl.runtime.orchestrator.policy import as_tool
+from stackrl.runtime.orchestrator.renderers.reading import Unreadable, checked, read_json
 
 PATIENCE = 30.0
 """Seconds in which the endpoint tells which models it has."""
@@ -92,7 +94,7 @@ class EndpointPolicy:
     ) -> None:
         """``sampling``: temperature, max_tokens and seed, as requests take them."""
         self._endpoint, self._sampling = endpoint, sampling
-        self._tools = [tool.as_function() for tool in tools]
+        self._tools = tools
         self._history: list[Message] = list(task.messages)
         self._messages: list[Message] = []
         """The model's own, as it gave them."""
@@ -100,6 +102,8 @@ class EndpointPolicy:
         self.tokens = 0
         """That the model wrote, where the endpoint counts them."""
         self.doing = "nothing had begun"
+        self.seconds: float | None = None
+        """That the rollout may take."""
 
     async def answer(self, *messages: Message) -> Answer:
         """As base.Policy.answer."""
@@ -114,7 +118,7 @@ class EndpointPolicy:
         for item in history:
             own = "answer" in item
             messages += [self._messages[item["answer"]]] if own else _called(messages, [dict(item)])
-        return await self._ask(messages, tools)
+        return await self._ask(messages, [as_tool(tool) for tool in tools])
 
     def said(self, number: int) -> Answer:
         """As WholePolicy.said."""
@@ -125,10 +129,11 @@ class EndpointPolicy:
     def keep(self, numbers: Collection[int]) -> None:
         """Nothing is trained."""
 
-    async def _ask(self, messages: Sequence[Message], tools: Sequence[Mapping[str, Any]]) -> int:
+    async def _ask(self, messages: Sequence[Message], tools: Sequence[Tool]) -> int:
         """The number of the answer to ``messages``."""
+        functions = [tool.as_function() for tool in tools]
         self.doing = f"the endpoint was to give answer {len(self.answers) + 1}"
-        body = {**self._sampling, "messages": list(messages), **({"tools": list(tools)} if tools else {})}
+        body = {**self._sampling, "messages": list(messages), **({"tools": functions} if functions else {})}
         choice = await self._endpoint.complete(body)
         message = choice["message"]
         self.tokens += choice["tokens"]
@@ -136,7 +141,8 @@ class EndpointPolicy:
         kept = {"role": "assistant", "content": message.get("content") or ""}
         self._messages.append(kept | ({"tool_calls": calls} if calls else {}))
         closed = choice.get("finish_reason") != "length"
-        self.answers.append(Answer(kept["content"], tuple(map(_call, calls)), closed))
+        read = tuple(checked(_call(call), tools) for call in calls)
+        self.answers.append(Answer(kept["content"], read, closed))
         self.doing = f"the environment was to judge answer {len(self.answers)}"
         return len(self.answers) - 1
 
@@ -154,12 +160,13 @@ def _called(history: Sequence[Message], messages: Sequence[Message]) -> list[Mes
 
 
 def _call(written: Mapping[str, Any]) -> Call:
+    """As the model wrote it, its arguments not yet compared with those of the tool."""
     function = written.get("function") or {}
     name, arguments = str(function.get("name") or ""), function.get("arguments") or "{}"
-    try:
-        read = json.loads(arguments)
-    except (TypeError, ValueError) as error:
-        return Call(name, problem=f"the arguments are no JSON: {error}")
+    try:  # most endpoints give text, some what they have read of it
+        read = read_json(arguments) if isinstance(arguments, str) else arguments
+    except Unreadable as error:
+        return Call(name, problem=f"the arguments cannot be read: {error}")
     return Call(name, read) if isinstance(read, dict) else Call(name, problem="the arguments are no object")
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +33,12 @@ class Plan:
 
 
 class EvaluationFailed(Exception):
-    """Nothing could be evaluated. The text says why."""
+    """Environments of which every answer failed. The text names them and says why."""
+
+    def __init__(self, why: str, found: Mapping[str, Mapping[str, float]]) -> None:
+        """``found``: the scores of the others."""
+        super().__init__(why)
+        self.found = found
 
 
 def environments_of(stack: Stack) -> list[Environment]:
@@ -48,23 +53,34 @@ async def evaluate_endpoint(
 ) -> dict[str, dict[str, float]]:
     """Environment → its scores, with `prompts`, `samples`, `failed` and `tokens` (written, for each answer).
 
-    The prompts are those of a run's own evaluations. Raises EvaluationFailed where all answers of an
-    environment failed.
+    The prompts are those of a run's own evaluations. Raises EnvironmentRefused before anything is asked, and,
+    when all have been, EvaluationFailed where all answers of an environment failed.
     """
+    evaluations = [_Evaluation(stack, environment, endpoint, plan) for environment in environments_of(stack)]
+    found: dict[str, dict[str, float]] = {}
+    failures: list[str] = []
     try:
-        return {
-            environment.name: await _Evaluation(stack, environment, endpoint, plan).made(progress)
-            for environment in environments_of(stack)
-        }
+        for evaluation in evaluations:
+            try:
+                found[evaluation.name] = await evaluation.made(progress)
+            except _AllFailed as error:
+                failures.append(str(error))
     finally:
         await close_workers()
+    if failures:
+        raise EvaluationFailed("\n".join(failures), found)
+    return found
+
+
+class _AllFailed(Exception):
+    """Every answer did. The text says why the last one."""
 
 
 class _Evaluation:
     """That of one environment."""
 
     def __init__(self, stack: Stack, environment: Environment, endpoint: Endpoint, plan: Plan) -> None:
-        self._name, self._endpoint, self._plan = environment.name, endpoint, plan
+        self.name, self._endpoint, self._plan = environment.name, endpoint, plan
         self._mix = Mix([environment], Seeds(stack.seed).branch(BRANCH))
         self._limits = Limits.of(stack, stack.stages[-1], environment)
         self._at_once = asyncio.Semaphore(plan.requests)
@@ -78,7 +94,8 @@ class _Evaluation:
         )
         finished = [result for result in results if result is not None]
         if not finished:
-            raise EvaluationFailed(f"{self._name}: all {len(results)} answers failed; the last: {self._last}")
+            why = f"{type(self._last).__name__}: {self._last}".rstrip(": ")
+            raise _AllFailed(f"{self.name}: all {len(results)} answers failed; the last: {why}")
         answers = [
             [result for result in results[first : first + samples] if result is not None]
             for first in range(0, len(results), samples)
@@ -98,20 +115,23 @@ class _Evaluation:
             policy = EndpointPolicy(
                 self._endpoint, draw.task, draw.environment.tools, self._sampling(draw, sample)
             )
+            policy.seconds = self._limits.seconds
+            limit: asyncio.Timeout | None = None
             try:
                 if isinstance(draw.environment, InWorkers):
                     await draw.environment.ready()
                 async with asyncio.timeout(self._limits.seconds) as limit:
                     outcome = await self._led(draw, policy)
-                return Answered(worth(outcome, draw.environment), outcome.metrics.get("solved", 0.0))
+                reward = worth(outcome, draw.environment)
+                self._tokens += policy.tokens
+                return Answered(reward, outcome.metrics.get("solved", 0.0))
             except Exception as error:
                 slow = TimeoutError(f"over {self._limits.seconds:g} s (sampling.timeout) when {policy.doing}")
-                self._last = slow if isinstance(error, TimeoutError) and limit.expired() else error
+                self._last = slow if limit is not None and limit.expired() else error
                 return None
             finally:
                 self._done += 1
-                self._tokens += policy.tokens
-                progress(self._name, self._done, self._plan.prompts * self._plan.samples)
+                progress(self.name, self._done, self._plan.prompts * self._plan.samples)
 
     async def _led(self, draw: Draw, policy: EndpointPolicy) -> Outcome:
         if isinstance(draw.environment, AgentEnvironment):

@@ -2,11 +2,13 @@
 
 Held-out environments are evaluated first of all on the weights that the run begins with.
 Each evaluation is made once, as far as events.jsonl tells: none that is in there is made again, unless its
-weights were rolled back, and one that a killed process owed is made when the run goes on.
+weights were rolled back, and one that a killed process owed is made when the run goes on. One that fails
+is told in there, as `evaluation_failed`, and the run learns on.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 
 from stackrl.runtime.inference.client import FIRST_VERSION
@@ -14,7 +16,7 @@ from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
-from stackrl.runtime.orchestrator.evaluation import evaluate
+from stackrl.runtime.orchestrator.evaluation import EvaluationFailed, evaluate
 from stackrl.runtime.orchestrator.rollout import Limits
 from stackrl.runtime.orchestrator.training import Training
 from stackrl.runtime.run import RunFolder
@@ -22,6 +24,7 @@ from stackrl.schemas.environments import Environment, Evaluate
 from stackrl.schemas.stack import Stack, settings_of
 from stackrl.schemas.stages import RlStage, Stage
 
+log = logging.getLogger(__name__)
 Moment = tuple[str, str, int]
 """Stage, when (`before`, `after`, `held-out NAME`), and the optimizer steps behind the weights."""
 
@@ -71,18 +74,23 @@ class Evaluations:
         moment = (stage.name, when, self._training.index)
         if moment in self._made:
             return
-        result = await evaluate(
-            environments,
-            self._stack.seed,
-            self._chat,
-            self._engines,
-            {e.name: Limits.of(self._stack, stage, e) for e in environments},
-            self._training.progress,
-            prompts=self._plan.prompts,
-            samples=self._plan.samples,
-        )
+        try:
+            result = await evaluate(
+                environments,
+                self._stack.seed,
+                self._chat,
+                self._engines,
+                {e.name: Limits.of(self._stack, stage, e) for e in environments},
+                self._training.progress,
+                prompts=self._plan.prompts,
+                samples=self._plan.samples,
+            )
+            name = "evaluated"
+        except EvaluationFailed as error:
+            log.warning("the evaluation %s of stage %s failed: %s", when, stage.name, error)
+            name, result = "evaluation_failed", {"error": str(error)}
         place = {"version": str(self._engines.version), "index": self._training.index}
-        self._sink.event("evaluated", stage=stage.name, when=when, **place, **result)
+        self._sink.event(name, stage=stage.name, when=when, **place, **result)
         self._made.add(moment)
         self._training.restart_clock()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import threading
 from collections.abc import Sequence
 
@@ -10,6 +11,8 @@ from stackrl.runtime.environments.base import Answer, Outcome, Task, TurnEnviron
 
 BLOCKED_SECONDS = 5.0
 """A thread that has not begun with a reply for so long is left to itself, and a new one takes its place."""
+
+log = logging.getLogger(__name__)
 
 
 class Judge:
@@ -47,11 +50,25 @@ class _Reply:
 
     async def run(self) -> Outcome:
         self.begun = True
-        return await self._environment.reply(self._task, self._answers)
+        try:
+            return await self._environment.reply(self._task, self._answers)
+        except (Exception, asyncio.CancelledError):
+            raise
+        except BaseException as error:  # SystemExit, which is of the environment: nobody here is to end
+            raise RuntimeError(f"the environment raised {error!r}") from error
 
 
 def _loop_in_a_thread() -> asyncio.AbstractEventLoop:
     """An event loop that runs, and does not keep the process from ending."""
     loop = asyncio.new_event_loop()
-    threading.Thread(target=loop.run_forever, name="environments", daemon=True).start()
+    threading.Thread(target=_run_on, args=(loop,), name="environments", daemon=True).start()
     return loop
+
+
+def _run_on(loop: asyncio.AbstractEventLoop) -> None:
+    """Run ``loop`` for good: also where a task that an environment left in it ends it by SystemExit."""
+    while True:
+        try:
+            loop.run_forever()
+        except BaseException as error:
+            log.warning("a task of an environment raised %r", error)

@@ -36,6 +36,8 @@ class Policy:
         self._full: set[int] = set()
         """Conversations in which there is no room left for an answer."""
         self.doing = "nothing had begun"
+        self.seconds: float | None = limits.seconds
+        """That the rollout may take; None where its time stands still during answers."""
 
     @property
     def answers(self) -> list[Answer]:
@@ -66,7 +68,7 @@ class Policy:
         """As WholePolicy.complete: a history that goes on from the last answer of a conversation extends its
         tokens, any other one begins a conversation."""
         async with self._one_at_a_time:
-            told = [_tool(tool) for tool in tools]
+            told = [as_tool(tool) for tool in tools]
             last = max((place for place, item in enumerate(history) if "answer" in item), default=None)
             if last is not None:
                 conversation, place = self._answers[history[last]["answer"]]
@@ -149,7 +151,7 @@ class Policy:
         return number
 
 
-def _tool(described: Mapping[str, Any]) -> Tool:
+def as_tool(described: Mapping[str, Any]) -> Tool:
     """As chat templates take it, back to ours."""
     function = described["function"]
     return Tool(function["name"], function.get("description") or "", function.get("parameters") or {})

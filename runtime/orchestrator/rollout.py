@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import math
+from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from stackrl.runtime.environments.base import (
     AgentEnvironment,
@@ -17,9 +20,10 @@ from stackrl.runtime.environments.base import (
     TurnEnvironment,
 )
 from stackrl.runtime.environments.workers import EnvironmentFailed, InWorkers, WorkerLost
-from stackrl.runtime.inference.client import EngineLost
+from stackrl.runtime.inference.client import EngineLost, Generation
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import Engines, Generate
+from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import Rollout, rollout_id
 from stackrl.runtime.orchestrator.judging import Judge
 from stackrl.runtime.orchestrator.policy import Policy
@@ -80,17 +84,21 @@ class Assignment:
     seeds: Seeds
 
 
-async def roll_out_somewhere(what: Assignment, chat: Chat, engines: Engines, limits: Limits) -> Rollout:
+async def roll_out_somewhere(
+    what: Assignment, chat: Chat, engines: Engines, limits: Limits, *, at_leisure: bool = False
+) -> Rollout:
     """Roll out on whichever engine there is, anew where that one or the environment's worker is lost; waiting
-    takes none of its time.
+    takes none of its time. ``at_leisure``: nor do answers, which have a limit of their own.
 
-    Raises RolloutError, also where it loses one after another: it may be what they die of.
+    Raises RolloutError, also where it loses one after another: it may be what they die of. Raises
+    OrchestratorError where who answers is not there.
     """
     for _ in range(LOSSES):
         try:
-            await _environment_is_ready(what)
-            async with engines.serving(what.group) as generate:
-                return await roll_out(what, chat, generate, limits)
+            async with _place(what.environment):
+                await _environment_is_ready(what)
+                async with engines.serving(what.group) as generate:
+                    return await roll_out(what, chat, generate, limits, at_leisure=at_leisure)
         except (EngineLost, WorkerLost) as error:
             lost = error
             if isinstance(error, WorkerLost) and not what.environment.begins_anew:
@@ -98,6 +106,11 @@ async def roll_out_somewhere(what: Assignment, chat: Chat, engines: Engines, lim
             log.warning("rollout %s begins anew: %s", rollout_id(what.group, what.number), error)
     whom = "engine" if isinstance(lost, EngineLost) else "worker"
     raise RolloutError(f"{what.name}: lost its {whom} {LOSSES} times; {lost}") from lost
+
+
+def _place(environment: Environment) -> AbstractAsyncContextManager[None]:
+    """Of a rollout where it is led; most environments have room for any number."""
+    return environment.place() if isinstance(environment, InWorkers) else contextlib.nullcontext()
 
 
 async def _environment_is_ready(what: Assignment) -> None:
@@ -109,21 +122,27 @@ async def _environment_is_ready(what: Assignment) -> None:
             raise RolloutError(f"{what.name}: {error}") from error
 
 
-async def roll_out(what: Assignment, chat: Chat, generate: Generate, limits: Limits) -> Rollout:
-    """Take ``what`` to its end.
+async def roll_out(
+    what: Assignment, chat: Chat, generate: Generate, limits: Limits, *, at_leisure: bool = False
+) -> Rollout:
+    """Take ``what`` to its end. ``at_leisure``: answers take none of its time.
 
-    Raises EngineLost, WorkerLost, and RolloutError for whatever else goes wrong.
+    Raises EngineLost, WorkerLost, OrchestratorError where who answers says that the run cannot go on, and
+    RolloutError for whatever else goes wrong.
     """
-    policy = Policy(what, chat, generate, limits)
+    limit = asyncio.timeout(limits.seconds)
+    policy = Policy(what, chat, _AtLeisure(generate, limit) if at_leisure else generate, limits)
+    if at_leisure:
+        policy.seconds = None
     led = isinstance(what.environment, AgentEnvironment)
     try:
-        async with asyncio.timeout(limits.seconds) as limit:
+        async with limit:
             if led:
                 outcome = await what.environment.rollout(what.task, policy)
             else:
                 outcome = await in_turns(what.environment, what.task, policy)
         return _finished(what, policy, outcome)
-    except (EngineLost, WorkerLost):
+    except (EngineLost, WorkerLost, OrchestratorError):
         raise
     except EnvironmentFailed as error:
         raise RolloutError(f"{what.name}: {error}") from error
@@ -133,6 +152,23 @@ async def roll_out(what: Assignment, chat: Chat, generate: Generate, limits: Lim
                 f"{what.name}: over {limits.seconds:g} s (sampling.timeout) when {policy.doing}"
             ) from error
         raise RolloutError(f"{what.name}: {type(error).__name__}: {error}") from error
+
+
+class _AtLeisure:
+    """As the Generate that it asks, while which the time of ``limit`` stands still."""
+
+    def __init__(self, generate: Generate, limit: asyncio.Timeout) -> None:
+        self._generate, self._limit = generate, limit
+
+    async def __call__(self, tokens: Sequence[int], **options: Any) -> Generation:
+        clock = asyncio.get_running_loop().time
+        left = self._limit.when() - clock()
+        self._limit.reschedule(None)
+        try:
+            return await self._generate(tokens, **options)
+        finally:
+            with contextlib.suppress(RuntimeError):  # the rollout has ended meanwhile
+                self._limit.reschedule(clock() + left)
 
 
 async def in_turns(environment: TurnEnvironment, task: Task, policy: Policy | EndpointPolicy) -> Outcome:
@@ -150,6 +186,10 @@ async def in_turns(environment: TurnEnvironment, task: Task, policy: Policy | En
 
 
 def _finished(what: Assignment, policy: Policy, outcome: Outcome) -> Rollout:
+    """Raises ValueError where a metric is no number: a curriculum would never forget it."""
+    for name, value in outcome.metrics.items():
+        if not math.isfinite(value):
+            raise ValueError(f"metric {name}: {value}")
     return Rollout(
         group=what.group,
         number=what.number,
@@ -165,9 +205,18 @@ def _finished(what: Assignment, policy: Policy, outcome: Outcome) -> Rollout:
 
 
 def worth(outcome: Outcome, environment: Environment) -> float:
-    """The sum of an outcome's rewards, each times its weight. Raises ValueError where that is no number."""
+    """The sum of an outcome's rewards, each times its weight.
+
+    Raises ValueError where that is no number, or where one is missing that the stack gives a weight.
+    """
     if not outcome.rewards:
         raise ValueError("the environment gave no reward")
+    if missing := set(environment.expected) - outcome.rewards.keys():
+        raise ValueError(
+            f"`rewards` of the stack weighs {', '.join(sorted(missing))}, and the environment gave "
+            f"{', '.join(outcome.rewards)}; a class that gives some rewards only now and then lists all of "
+            "them in its `weights`"
+        )
     total = math.fsum(
         environment.weights.get(name, 1.0) * float(reward) for name, reward in outcome.rewards.items()
     )

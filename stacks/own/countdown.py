@@ -15,7 +15,7 @@ class Countdown(TurnEnvironment):
         return Task(messages=(user(f"down from {start}"),), data=numbers)
 
     async def reply(self, task, answers):
-        written = answers[-1].text.split()
+        written = answers[-1].said.split()
         right = sum(a == b for a, b in zip(written, task.data, strict=False))
         share = right / max(len(written), len(task.data))
         return Outcome({"in_place": share}, metrics={"solved": float(share == 1)})

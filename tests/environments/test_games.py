@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from random import Random
 
@@ -36,10 +37,56 @@ async def rewards(it, task, *texts):
         ("nineteen", None),
         ("", None),
         ("5-3", -3),
+        ("7" * 30, int("7" * 30)),
+        ("1" + "0" * 30, None),
+        ("7" * 5000, None),
+        ("-" + "1," * 400 + "1.5", None),
+        (f"12 or {'9' * 400}.5", None),
+        ("0." + "3" * 500, 1 / 3),
     ],
 )
 def test_the_last_number_of_an_answer_counts(text, number):
-    assert last_number(text) == number
+    found = last_number(text)
+    assert type(found) is type(number) and found == pytest.approx(number)
+
+
+@pytest.mark.parametrize("type", ["arithmetic", "word_problems", "guess_number", "tool_use"])
+@given(text=some.text("0123456789.,-", max_size=60) | some.integers(31, 6000).map(lambda count: "8" * count))
+def test_no_number_that_a_model_may_write_fails_a_rollout(type, text):
+    it = environment(type)
+    outcome = asyncio.run(it.reply(it.task(Random(0)), [Answer(text)]))
+    assert all(0 <= reward <= 1 for reward in outcome.rewards.values())
+
+
+@pytest.mark.parametrize(
+    ("type", "reward"),
+    [
+        ("reverse_text", "similarity"),
+        ("reverse_text_tries", "similarity"),
+        ("swap_words", "similarity"),
+        ("sort_words", "right"),
+        ("arithmetic", "right"),
+        ("word_problems", "right"),
+        ("guess_number", "found"),
+        ("wordle", "found"),
+        ("tool_use", "right"),
+    ],
+)
+async def test_only_what_is_said_behind_the_thoughts_counts(type, reward):
+    """Thoughts that name the answer are none, also where they were cut off."""
+    it = environment(type)
+    task = it.task(Random(0))
+    right = str(task.data["answer"] if isinstance(task.data, dict) else task.data)
+
+    async def rewarded(text, **more):
+        return (await it.reply(task, [Answer(text, **more)])).rewards[reward]
+
+    assert await rewarded(f"<think>\nnot 7 xylophones\n</think>\n\n{right}") == 1.0
+    assert await rewarded(f"not 7 xylophones\n</think>\n\n{right}", thinking=True) == 1.0
+    assert await rewarded(right) == 1.0
+    for text in (f"<think>{right}</think>", f"<think>{right}</think>I do not know", f"\n<think>\n{right}"):
+        assert await rewarded(text) < 0.5
+    assert await rewarded(right, thinking=True, closed=False) == 0.0
 
 
 @given(some.integers(0, 2**32), some.integers(2, 6), some.sampled_from(["+", "+-", "*", "+-*"]))
@@ -135,8 +182,6 @@ def test_a_letter_is_marked_as_often_as_the_word_has_it_at_most(guess, word):
         ("[crane]", "crane"),
         ("not [slate], so [Crane]!", "crane"),
         ("  Crane\n", "crane"),
-        ("<think>[slate]? no</think>crane", "crane"),
-        ("<think>[slate]?</think>I give up", None),
         ("I say crane", None),
         ("[cranes]", None),
         ("[cr4ne]", None),

@@ -12,7 +12,7 @@ from aiohttp import web
 from stackrl.runtime.environments import judge as judging
 from stackrl.runtime.environments import make
 from stackrl.runtime.environments.base import Answer
-from stackrl.runtime.environments.judge import Judge, JudgeError
+from stackrl.runtime.environments.judge import Judge, JudgeError, score_in
 from stackrl.schemas.environments import Environment
 
 
@@ -78,6 +78,52 @@ async def test_the_judge_sees_task_reference_and_answer_and_its_score_is_scaled(
     assert endpoint.keys == ["Bearer sesame"]
 
 
+@pytest.mark.parametrize(
+    ("text", "score"),
+    [
+        ("score: 7", 7),
+        ("Fine.\n\nScore: **7.5**\n", 7.5),
+        ("**Score:** 7/10.", 7),
+        ("## Final score (0 to 10): 6", 6),
+        ("Total score (scale: 0 to 10) = 6 out of 10", 6),
+        ('{"score": 7}', 7),
+        ("score: 7,5", 7.5),
+        ("score: -3", -3),
+        ("score: 0", 0),
+        ("score: 3\nNo.\nscore: 4", 4),
+        ("<think>score: 3</think>score: 4", 4),
+        ("score: 3 would be too little\nscore: 8", 8),
+        ("score: 1e1", None),
+        ("score: −3", None),
+        ("score: ~3", None),
+        ("score: 3 or 4", None),
+        ("score: 7-8", None),
+        ("score: 70%", None),
+        ("score: 4/5", None),
+        ("score: 1,000", None),
+        ("score: 3\nfinal score: seven", None),
+        ("score: 3\nscore: 1e1", None),
+        ("<think>score: 3", None),
+        ("The scores are 3 and 4", None),
+        ("underscore: 3", None),
+        ("score 3", None),
+        ("9" * 400, None),
+        ("score: " + "9" * 400, None),
+    ],
+)
+def test_a_score_is_a_line_that_says_nothing_else(text, score):
+    assert score_in(text, highest=10) == score
+
+
+async def test_a_score_that_may_have_been_cut_off_is_none(endpoint):
+    def said(text, reason):
+        return {"choices": [{"message": {"content": text}, "finish_reason": reason}]}
+
+    endpoint.answers = [said("Good.\nscore: 1", "length"), said("score: 9\nFor it", "length")]
+    assert await Judge(endpoint.url, "m").score("", "x") == 0.9
+    assert len(endpoint.requests) == 2
+
+
 async def test_its_prompt_scale_and_parameters_can_be_others(endpoint):
     endpoint.answers = ["score: 1"]
     prompt = "Rate {answer} from {lowest} to {highest}, written {like this}."
@@ -88,7 +134,9 @@ async def test_its_prompt_scale_and_parameters_can_be_others(endpoint):
     assert request == {"model": "m", "top_p": 0.5} and endpoint.keys == [None]
 
 
-@pytest.mark.parametrize("trouble", [500, 429, 0.6, "no number here", "score: 11", {"choices": []}])
+@pytest.mark.parametrize(
+    "trouble", [500, 429, 0.6, "no number here", "score: 11", "score: -3", {"choices": []}, {"choices": [[]]}]
+)
 async def test_a_judge_in_trouble_is_asked_again(endpoint, trouble):
     endpoint.answers = [trouble, trouble, "score: 4"]
     assert await Judge(endpoint.url, "m", timeout=0.3).score("", "x") == 0.4
@@ -148,12 +196,32 @@ def test_what_cannot_be_right_is_refused():
 async def test_a_judge_as_a_reward_beside_a_function(endpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": "two"}) + "\n")
-    (tmp_path / "rewards.py").write_text("def short(answer, row):\n    return len(answer) < 9\n")
+    (tmp_path / "rewards.py").write_text("def short(answer, row):\n    return len(answer) < 40\n")
     reward = {"good": {"judge": {"endpoint": endpoint.url, "model": "m"}}, "short": "rewards.py:short"}
     args = {"dataset": "rows.jsonl", "reward": reward}
     it = make(Environment(name="mine", type="dataset", args=args, rewards={"short": 0.1}))
     endpoint.answers = ["score: 8"]
-    outcome = await it.reply(it.task(Random(0)), [Answer("2, I say")])
+    outcome = await it.reply(it.task(Random(0)), [Answer("<think>5?</think>2, I say")])
     assert outcome.rewards == {"good": 0.8, "short": 1.0} and outcome.metrics == {"solved": 0.0}
     asked = endpoint.requests[0]["messages"][0]["content"]
     assert "1+1?" in asked and "2, I say" in asked and "two" in asked
+    assert "5?" not in asked, "what was only thought is not judged"
+
+
+async def test_a_row_without_an_answer_has_no_reference(endpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"prompt": "1+1?", "answer": None}) + "\n")
+    args = {"dataset": "rows.jsonl", "reward": {"good": {"judge": {"endpoint": endpoint.url, "model": "m"}}}}
+    it = make(Environment(name="mine", type="dataset", args=args))
+    await it.reply(it.task(Random(0)), [Answer("2")])
+    assert "<reference>\n(none)\n</reference>" in endpoint.requests[0]["messages"][0]["content"]
+
+
+async def test_before_a_run_each_judge_is_asked_whether_it_is_there(endpoint):
+    described = {"endpoint": endpoint.url, "model": "m", "tries": 2}
+    endpoint.answers = [503, "yes", 401]
+    it = Judge(**described)
+    await it.check()
+    assert len(endpoint.requests) == 2, "busy for a moment, then there, whatever it says"
+    with pytest.raises(JudgeError, match="answered 401"):
+        await it.check()

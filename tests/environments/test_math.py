@@ -91,6 +91,8 @@ async def test_a_rollout(tmp_path):
     assert right.done and right.rewards == {"right": 1.0} and right.metrics["solved"] == 1.0
     unboxed = await it.reply(task, [Answer("It is 0.5")])
     assert unboxed.rewards == {"right": 0.0} and unboxed.metrics["boxed"] == 0.0
+    for thinking in ("<think>It is \\boxed{0.5}</think>I do not know", "<think>It is \\boxed{0.5}"):
+        assert (await it.reply(task, [Answer(thinking)])).metrics["boxed"] == 0.0
     long = await it.reply(task, [Answer(f"\\boxed{{{'7' * 3000}}}")])
     assert long.rewards == {"right": 0.0} and long.metrics["incomparable"] == 1.0
     [shown] = it.demonstration(task, Random(0), 0.0)

@@ -8,7 +8,9 @@ from random import Random
 import pytest
 
 from stackrl.runtime.environments import EnvironmentRefused, make
-from stackrl.runtime.environments.base import AgentEnvironment, Answer
+from stackrl.runtime.environments.base import AgentEnvironment, Answer, Call, Outcome, user
+from stackrl.runtime.environments.workers.own import _Policy
+from stackrl.runtime.environments.workers.worker import _as_data
 from stackrl.runtime.orchestrator.rollout import worth
 from stackrl.schemas.environments import Environment
 
@@ -45,6 +47,20 @@ class Bare(TurnEnvironment):
     async def reply(self, task, answers):
         return Outcome({"any": 1.0})
 
+class Rude(TurnEnvironment):
+    def __init__(self, error):
+        raise {"OSError": OSError(2, "no such file", "nofile"), "KeyError": KeyError("largest"),
+               "SystemExit": SystemExit(3), "empty": ValueError(), "own": Own("it is broken")}[error]
+
+    def task(self, rng):
+        return Task((user("?"),), None)
+
+    async def reply(self, task, answers):
+        return Outcome({"any": 1.0})
+
+class Own(Exception):
+    pass
+
 class Plain:
     pass
 
@@ -58,6 +74,7 @@ class Unfinished(TurnEnvironment):
 def folder(tmp_path, monkeypatch):
     (tmp_path / "own.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
     return tmp_path
 
 
@@ -101,6 +118,11 @@ def test_an_entry_point_of_an_installed_package(folder, monkeypatch):
         ("own.py:Bare", {"words": [""]}, r"Bare\(\) takes no arguments|unexpected keyword"),
         ("own.py:Plain", {}, "own.py:Plain is no environment: derive the class from TurnEnvironment"),
         ("own.py:Unfinished", {}, "abstract"),
+        ("own.py:Rude", {"error": "OSError"}, "FileNotFoundError: .*no such file: 'nofile'"),
+        ("own.py:Rude", {"error": "KeyError"}, "KeyError: 'largest'"),
+        ("own.py:Rude", {"error": "SystemExit"}, "SystemExit: 3"),
+        ("own.py:Rude", {"error": "empty"}, "ValueError$"),
+        ("own.py:Rude", {"error": "own"}, "Own: it is broken"),
         ("own.py:Other", {}, "own.py has no Other"),
         ("other.py:Echo", {}, "there is no file"),
     ],
@@ -110,10 +132,62 @@ def test_what_cannot_be_used_is_refused_by_name(folder, path, args, why):
         environment(path, **args)
 
 
-def test_a_file_that_fails_is_told_with_its_error(folder):
-    (folder / "own.py").write_text("import no_such_package\n")
-    with pytest.raises(EnvironmentRefused, match=r"own.py cannot be imported: ModuleNotFoundError"):
-        environment("own.py:Echo")
+@pytest.mark.parametrize("path", ["own.py:Echo", "leaving:Echo"])
+@pytest.mark.parametrize(
+    ("line", "error"),
+    [("import no_such_package", "ModuleNotFoundError"), ("raise SystemExit(3)", "SystemExit: 3")],
+)
+def test_a_file_that_fails_is_told_with_its_error(folder, path, line, error):
+    for name in ("own.py", "leaving.py"):
+        (folder / name).write_text(line + "\n")
+    with pytest.raises(EnvironmentRefused, match=f" cannot be imported: {error}"):
+        environment(path)
+
+
+def test_a_file_may_import_what_is_in_the_work_directory(folder):
+    """Whatever was imported from there before, and hiding nothing that is installed."""
+    (folder / "riddles_of_mine").mkdir()
+    (folder / "riddles_of_mine" / "helper.py").write_text("WORDS = ('from a helper',)\n")
+    (folder / "json.py").write_text("raise RuntimeError('the one of the work directory')\n")
+    (folder / "riddles_of_mine" / "it.py").write_text(
+        "import json\nfrom riddles_of_mine.helper import WORDS\n"
+        + OWN.replace('words=("a", "b")', "words=WORDS")
+    )
+    try:
+        it = environment("riddles_of_mine/it.py:Echo")
+    finally:
+        for name in ("riddles_of_mine", "riddles_of_mine.helper"):
+            sys.modules.pop(name, None)
+    assert it.task(Random(0)).data == "from a helper"
+
+
+@pytest.mark.parametrize(("name", "mend"), [("lnog", "did you mean long"), ("x", "there is same, long")])
+def test_a_weight_of_a_reward_that_the_class_does_not_have_is_refused(folder, name, mend):
+    with pytest.raises(EnvironmentRefused, match=f"'mine': rewards.{name}: there is no reward .*; {mend}"):
+        environment("own.py:Echo", rewards={"same": 1.0, name: 0.1})
+
+
+async def test_a_worker_tells_its_environment_whether_an_answer_began_within_thoughts():
+    class Connection:
+        seconds = 1.0
+
+        async def ask(self, messages):
+            return _as_data(Answer("is it 3?", (Call("f", {"x": 1}),), closed=False, thinking=True))
+
+    answer = await _Policy(Connection()).answer(user("?"))
+    assert answer == Answer("is it 3?", (Call("f", {"x": 1}),), closed=False, thinking=True)
+    assert answer.said == ""
+
+
+async def test_a_weight_of_a_reward_that_no_rollout_gives_fails_it(folder):
+    bare = environment("own.py:Bare", rewards={"any": 0.5})
+    assert worth(await bare.reply(bare.task(Random(0)), [Answer("c")]), bare) == 0.5
+    typo = environment("own.py:Bare", rewards={"any": 0.5, "ayn": 0.1})
+    outcome = await typo.reply(typo.task(Random(0)), [Answer("c")])
+    with pytest.raises(
+        ValueError, match=r"of the stack weighs ayn, and the environment gave any; .*`weights`"
+    ):
+        worth(outcome, typo)
 
 
 def test_an_agent_of_ones_own_is_led_by_workers(folder):
@@ -128,4 +202,7 @@ class Agent(AgentEnvironment):
         return Outcome({"any": 1.0})
 """
     )
-    assert isinstance(environment("agent.py:Agent"), AgentEnvironment)
+    it = environment("agent.py:Agent", rewards={"ayn": 1.0})
+    assert isinstance(it, AgentEnvironment)
+    with pytest.raises(ValueError, match="weighs ayn"):
+        worth(Outcome({"any": 1.0}), it)

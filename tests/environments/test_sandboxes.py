@@ -7,13 +7,14 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import tempfile
 
 import jsonschema
 import pytest
 from sandbox_traces import left_behind, running
 
-from stackrl.runtime.environments.sandboxes import SCHEMA, Settings, cgroups, machine
+from stackrl.runtime.environments.sandboxes import SCHEMA, Settings, cgroups, docker, folders, machine
 from stackrl.runtime.environments.sandboxes.base import SandboxError
 from stackrl.runtime.environments.sandboxes.bubblewrap import Bubblewraps
 from stackrl.runtime.environments.sandboxes.cgroups import Cgroups
@@ -327,7 +328,7 @@ async def test_bubblewrap_that_does_not_work_is_an_error(tmp_path, monkeypatch):
     program(tmp_path, "bwrap", "echo 'bwrap: No permissions to create new namespace' >&2; exit 1")
     monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
     with pytest.raises(
-        SandboxError, match=r"does not work here \(bwrap: No permissions .*seccomp=unconfined"
+        SandboxError, match=r"does not work here \(.*bwrap: No permissions .*seccomp=unconfined"
     ):
         await machine(BOX).check()
     monkeypatch.setenv("PATH", str(tmp_path))
@@ -336,6 +337,60 @@ async def test_bubblewrap_that_does_not_work_is_an_error(tmp_path, monkeypatch):
     ):
         await machine(BOX).check()
     assert left_behind() == []
+
+
+@pytest.mark.parametrize(
+    ("args", "tool"),
+    [
+        pytest.param(BOX, "bwrap", marks=needs_bubblewrap),
+        pytest.param(BOX, "prlimit", marks=needs_bubblewrap),
+        (UNSAFE, "prlimit"),
+    ],
+)
+async def test_a_command_that_never_begins_is_a_fault_of_the_machine(args, tool, tmp_path, monkeypatch):
+    made = machine(args)
+    await made.check()
+    async with made.sandbox() as sandbox:
+        assert (await sandbox.run(["sh", "-c", "echo 'bwrap: no' >&2; exit 1"])).errors == b"bwrap: no\n"
+        program(tmp_path, tool, "echo 'no more namespaces' >&2; exit 1")
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        monkeypatch.setattr(os, "defpath", f"{tmp_path}:{os.defpath}")
+        monkeypatch.setattr(sys, "base_prefix", "/nowhere")
+        if tool == "prlimit" and args is BOX:
+            made.seen += ["--ro-bind", str(tmp_path / tool), "/usr/bin/prlimit"]
+        with pytest.raises(SandboxError, match=r"a command did not begin: .*no more namespaces"):
+            await sandbox.run(["true"])
+        program(tmp_path, tool, "sleep 600")
+        with pytest.raises(SandboxError, match="a command did not begin in time"):
+            await sandbox.run(["true"], seconds=1)
+    assert left_behind() == []
+
+
+async def test_what_fails_on_a_full_disk_is_a_fault_of_the_machine(monkeypatch):
+    async with machine(UNSAFE).sandbox() as sandbox:
+        assert (await sandbox.run(["false"])).code == 1
+        monkeypatch.setattr(folders, "LEAST_FREE", 1 << 60)
+        assert (await sandbox.run(["true"])).code == 0
+        with pytest.raises(SandboxError, match=r"the disk that holds .* is full"):
+            await sandbox.run(["false"])
+
+
+MANY_EMPTY = """
+import os, time
+for n in range(3000): open(str(n), "w").close()
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize(
+    "args", [pytest.param(BOX, marks=needs_bubblewrap), UNSAFE], ids=["bubblewrap", "host"]
+)
+async def test_files_are_counted_also_where_nothing_is_in_them(args):
+    made = machine({**args, "disk": "64MiB", "files": 2000})
+    await made.check()
+    async with made.sandbox() as sandbox:
+        flood = await sandbox.run(["python3", "-c", MANY_EMPTY])
+        assert flood.out_of_disk and not flood.timed_out
 
 
 @needs_bubblewrap
@@ -415,6 +470,7 @@ FAKE_DOCKER = """
 printf '%s\\n' "$*" >> "{log}"
 case "$1" in
 version) {version} ;;
+ps) cat "{log}.ps" ;;
 run) {run} ;;
 exec) shift; while [ "${{1#-}}" != "$1" ]; do [ "$1" = --workdir ] && shift; shift; done; shift; exec "$@" ;;
 esac
@@ -424,6 +480,7 @@ esac
 def fake_docker(folder, monkeypatch, version="echo 28.0", run="echo 0123"):
     """A `docker` that runs commands on this machine, and the list of what it was asked."""
     log = folder / "orders"
+    (folder / "orders.ps").touch()
     program(folder, "docker", FAKE_DOCKER.format(log=log, version=version, run=run))
     # what ends all commands of a container must not do so here
     program(folder, "sh", '[ "$*" = "-c kill -9 -1" ] || exec /bin/sh "$@"')
@@ -433,19 +490,22 @@ def fake_docker(folder, monkeypatch, version="echo 28.0", run="echo 0123"):
 
 async def test_containers_are_closed_and_removed(tmp_path, monkeypatch):
     orders = fake_docker(tmp_path, monkeypatch)
-    made = machine({"type": "docker", "memory": "1GiB", "processes": 50, "user": "65534", "disk": "1GiB"})
+    bounds = {"memory": "1GiB", "processes": 50, "user": "65534", "disk": "1GiB", "files": 5000}
+    made = machine({"type": "docker", **bounds})
     async with made.sandbox("own/image:1") as sandbox:
         assert (await sandbox.run(["echo", "hello"], folder="/tmp")).text == "hello\n"
     start, command, end, remove = orders()
     for option in (
         "--network none", "--cap-drop ALL", "--security-opt no-new-privileges", "--pids-limit 50",
         "--user 65534",
-        "--memory 1073741824 --memory-swap 1073741824", "--tmpfs /box:exec,mode=1777,size=1073741824", "--rm",
+        "--memory 1073741824 --memory-swap 1073741824", "--rm",
+        "--tmpfs /box:exec,mode=1777,size=1073741824,nr_inodes=5000",
     ):  # fmt: skip
         assert f" {option} " in start, option
     assert start.endswith("own/image:1 21600")
     name = start.split("--name ")[1].split()[0]
-    assert command == f"exec --interactive --workdir /tmp {name} echo hello"
+    assert command.startswith(f"exec --interactive --workdir /tmp {name} sh -c ")
+    assert command.endswith(" sh echo hello")
     assert (end, remove) == (f"exec {name} sh -c kill -9 -1", f"rm --force --volumes {name}")
 
 
@@ -461,6 +521,35 @@ async def test_a_docker_that_does_not_work_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     with pytest.raises(SandboxError, match="docker is not here; install it"):
         await machine({"type": "docker"}).check()
+
+
+async def test_a_container_that_is_gone_is_a_fault_of_the_machine(tmp_path, monkeypatch):
+    fake_docker(tmp_path, monkeypatch)
+    made = machine({"type": "docker", "image": "own/image:1"})
+    async with made.sandbox() as sandbox:
+        assert (await sandbox.run(["sh", "-c", "echo Error response from daemon >&2; exit 1"])).code == 1
+        program(tmp_path, "docker", "echo 'Error response from daemon: No such container: x' >&2; exit 1")
+        with pytest.raises(SandboxError, match="did not begin: Error response from daemon: No such"):
+            await sandbox.run(["git", "diff"])
+
+
+async def test_containers_of_processes_that_are_no_more_are_removed(tmp_path, monkeypatch):
+    orders = fake_docker(tmp_path, monkeypatch)
+    gone = await asyncio.create_subprocess_exec("sleep", "600")
+    left, own = docker.owner(gone.pid), docker.owner(os.getpid())
+    gone.kill()
+    await gone.wait()
+    another_beginning = own.rpartition(".")[0] + ".1"
+    elsewhere = "another-boot" + left
+    makers = {"left": left, "own": own, "elsewhere": elsewhere, "number": another_beginning, "old": ""}
+    listed = "".join(f"{name} {made_by}\n" for name, made_by in makers.items())
+    (tmp_path / "orders.ps").write_text(listed)
+    await machine({"type": "docker"}).check()
+    removed = [order for order in orders() if order.startswith("rm")]
+    assert removed == ["rm --force --volumes left", "rm --force --volumes number"]
+    async with machine({"type": "docker", "image": "own/image:1"}).sandbox():
+        pass
+    assert any(f" --label stackrl.sandbox={own} " in order for order in orders())
 
 
 def daemon():

@@ -25,6 +25,8 @@ from stackrl.runtime.environments.swe.instances import Instance, InstanceError, 
 from stackrl.runtime.environments.swe.miniature_modules import MODULES, NUMBERS
 from stackrl.runtime.environments.swe.miniatures import diff, made, miniature
 from stackrl.runtime.environments.swe.protected import protected
+from stackrl.runtime.environments.swe.tasks import GRADING_SECONDS
+from stackrl.runtime.environments.swe.workspace import Workspace
 
 BOX = {"type": "bubblewrap", "memory": "512MiB", "processes": 64, "timeout": 60.0}
 needs_bubblewrap = pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
@@ -102,7 +104,55 @@ CHEATS = {
     "results that are good": beginning(
         "import unittest\nunittest.TestResult.addFailure = unittest.TestResult.addSuccess"
     ),
+    "writes another report": beginning(
+        f"import hmac, json, os\nforged = {FORGED!r}\n"
+        "json.dumps = lambda *whatever, **more: forged\n"
+        "os.write = lambda to, line, write=os.write: write(to, forged.encode())\n"
+        "hmac.new = hmac.HMAC = None"
+    ),
+    "parts of a test that never fail": beginning(
+        "import contextlib, unittest.case\nright = unittest.case._Outcome.testPartExecutor\n"
+        "@contextlib.contextmanager\ndef part(self, test, *more, **named):\n"
+        "    if type(test).__name__ == 'Wrong':\n"
+        "        with right(self, test, *more, **named): yield\n        return\n"
+        "    try: yield\n    except Exception: pass\n"
+        "unittest.case._Outcome.testPartExecutor = part"
+    ),
+    "other code in a function": beginning(
+        "import unittest.case\ndef part(self, test, *more, **named):\n"
+        "    try: yield\n    except Exception: pass\n"
+        "unittest.case._Outcome.testPartExecutor.__wrapped__.__code__ = part.__code__"
+    ),
+    "blocks that swallow errors": beginning(
+        "import contextlib\ncontextlib._GeneratorContextManager.__exit__ = lambda *whatever: True"
+    ),
+    "a name before that of Python": beginning(
+        "import unittest.case\nunittest.case.getattr = lambda *what: True if 'expecting' in what[1] else "
+        "getattr(*what)"
+    ),
+    "swaps the outcomes": beginning(
+        "import unittest\n[found] = [one for one in unittest.TestResult.__subclasses__() if one.__name__ == "
+        "'Outcomes']\nfound.addFailure = lambda self, test, error: self.addSuccess(test)"
+    ),
+    "looks for who grades": beginning(
+        "import __main__, unittest\n__main__.Guard.broken = lambda self: False\n"
+        "unittest.TestCase.run = lambda self, to: to.addSuccess(self)"
+    ),
+    "failures are expected": beginning(
+        "import unittest\nright = min\ndef min(*what):\n"
+        "    for tests in unittest.TestCase.__subclasses__():\n"
+        "        tests.__unittest_expecting_failure__ = True\n"
+        "    return right(*what)"
+    ),
 }
+UNFAIR = (
+    "results that are good",
+    "parts of a test that never fail",
+    "other code in a function",
+    "blocks that swallow errors",
+    "a name before that of Python",
+    "swaps the outcomes",
+)
 
 
 async def place(**changes):
@@ -133,7 +183,8 @@ async def test_what_only_seems_to_solve_is_worth_nothing():
     assert {name: (g.resolved, g.mended) for name, g in found.items() if g.mended} == {}
     assert found["garbage"].problem.startswith("the change does not apply")
     assert found["hanging"].problem == "the tests took too long"
-    assert found["results that are good"].problem == "the test framework was changed from within"
+    for name in UNFAIR:
+        assert found[name].problem == "the test framework was changed from within", name
     for name in (
         "edits the tests",
         "removes the tests",
@@ -167,6 +218,106 @@ async def test_a_change_in_the_way_of_the_tests_is_worth_nothing():
     in_the_way = CLAMP.patch + new("kit/checks", "a file where a folder is to be")
     found = await grade(Instance.of(more), in_the_way, await place())
     assert found.mended == 0.0 and found.problem.startswith("the change stands in the way of the tests")
+
+
+PARITY = "def even(n):\n    return n % 2\n"
+PARITY_TESTS = """
+import unittest
+import pytest
+from pkg.parity import even
+
+def test_even():
+    assert even(2) is True
+
+def test_what_is_known():
+    pytest.xfail("not today")
+
+@pytest.mark.xfail
+def test_what_is_marked():
+    assert even("2")
+
+class EvenTest(unittest.TestCase):
+    @unittest.expectedFailure
+    def test_what_is_expected(self):
+        self.assertTrue(even("2"))
+"""
+OF_PYTEST = Instance(
+    instance_id="owner__pkg-1",
+    repo="owner/pkg",
+    base_commit="",
+    problem_statement="2 is even.",
+    patch=diff("pkg/parity.py", PARITY, PARITY.replace("% 2", "% 2 == 0")),
+    test_patch=new("tests/test_parity.py", PARITY_TESTS),
+    fail_to_pass=("tests/test_parity.py::test_even",),
+    pass_to_pass=tuple(
+        f"tests/test_parity.py::{name}"
+        for name in ("test_what_is_known", "test_what_is_marked", "EvenTest::test_what_is_expected")
+    ),
+    files=(
+        ("conftest.py", "pytest_plugins = ['pkg.plugin']\n"),
+        ("pkg/__init__.py", ""),
+        ("pkg/parity.py", PARITY),
+        ("pkg/plugin.py", "\n"),
+    ),
+)
+ALL_PASS = """
+import pytest
+@pytest.hookimpl(hookwrapper=True, tryfirst=True)
+def pytest_runtest_makereport(item, call):
+    made = yield
+    made.get_result().outcome = "passed"
+"""
+AT_WORK = "def even(n):\n    {}\n    return n % 2\n"
+PYTEST_CHEATS = {
+    "settings in a new file": new("pytest.toml", '[pytest]\naddopts = ["-p", "pkg.evil"]\n')
+    + new("pkg/evil.py", ALL_PASS),
+    "seems to be installed": new("zz-1.0.dist-info/METADATA", "Name: zz\nVersion: 1.0\n")
+    + new("zz-1.0.dist-info/entry_points.txt", "[pytest11]\nzz = pkg.evil\n")
+    + new("pkg/evil.py", ALL_PASS),
+    "is a plugin already": diff("pkg/plugin.py", "\n", ALL_PASS),
+    "becomes a plugin": new("pkg/evil.py", ALL_PASS)
+    + diff(
+        "pkg/parity.py",
+        PARITY,
+        AT_WORK.format(
+            "import _pytest.assertion.util as u, pkg.evil; all = u._config.pluginmanager; "
+            "all.is_registered(pkg.evil) or all.register(pkg.evil)"
+        ),
+    ),
+    "fails as expected": diff("pkg/parity.py", PARITY, AT_WORK.format("__import__('pytest').xfail('so')")),
+    "calls that never fail": diff(
+        "pkg/parity.py",
+        PARITY,
+        "import _pytest.python\n_pytest.python.Function.runtest = lambda self: None\n" + PARITY,
+    ),
+    "hooks that call nothing": diff(
+        "pkg/parity.py", PARITY, "import _pytest.python as p\np.pytest_pyfunc_call.__code__ = "
+        "(lambda pyfuncitem: True).__code__\n" + PARITY
+    ),
+}  # fmt: skip
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+async def test_pytest_is_not_talked_into_anything():
+    where = Place(machine({**BOX, "read": [sys.prefix]}), python=sys.executable, test_timeout=60.0)
+    await where.machine.check()
+    right = await grade(OF_PYTEST, OF_PYTEST.patch, where)
+    assert right.resolved, right
+    nothing = await grade(OF_PYTEST, new("notes", "none"), where)
+    assert (nothing.mended, nothing.kept, nothing.problem) == (0.0, 1.0, "")
+    grades = await asyncio.gather(*(grade(OF_PYTEST, patch, where) for patch in PYTEST_CHEATS.values()))
+    found = dict(zip(PYTEST_CHEATS, grades, strict=True))
+    assert {name: found[name] for name in found if found[name].mended} == {}
+    for name in (
+        "is a plugin already",
+        "becomes a plugin",
+        "calls that never fail",
+        "hooks that call nothing",
+    ):
+        assert found[name].problem == "the test framework was changed from within", name
+    both = await grade(OF_PYTEST, OF_PYTEST.patch + PYTEST_CHEATS["settings in a new file"], where)
+    assert both.resolved, "what was planted is undone"
 
 
 @needs_bubblewrap
@@ -222,6 +373,8 @@ def test_miniatures_are_many_and_repeat_with_their_seed():
 class Scripted:
     """A policy that gives prepared answers, and keeps what it was told."""
 
+    seconds = None
+
     def __init__(self, *answers):
         self._answers = list(answers)
         self.told = []
@@ -258,7 +411,13 @@ async def test_an_agent_repairs_a_repository():
     assert "def clamp" in policy.told[0] and policy.told[0].rstrip().endswith("base")
     assert policy.told[1] == ""
     expected = {"solved": 1.0, "kept": 1.0, "changed_lines": 2.0, "turns": 3.0, "commands": 2.0}
-    assert outcome.metrics == {**expected, "malformed": 0.0, "timeouts": 0.0, "submitted": 1.0}
+    assert outcome.metrics == {
+        **expected,
+        "malformed": 0.0,
+        "timeouts": 0.0,
+        "submitted": 1.0,
+        "out_of_time": 0.0,
+    }
     assert left_behind() == []
 
 
@@ -268,7 +427,7 @@ async def test_an_agent_writes_blocks():
     assert not it.tools and "```bash" in it.task(Random(0)).messages[0]["content"]
     policy = Scripted(
         Answer("I do not know"),
-        Answer(f"So:\n```bash\n{REPAIR}\n```"),
+        Answer(f"<think>\n```bash\nfalse\n```?\n</think>So:\n```bash\n{REPAIR}\n```"),
         Answer("```\nfalse\n```"),
         Answer("more"),
     )
@@ -326,6 +485,50 @@ async def test_a_slow_command_ends_alone_and_its_work_counts():
     policy = Scripted(shell(f"{REPAIR}; echo done; sleep 600"))
     outcome = await rolled_out(it, CLAMP, policy)
     assert outcome.rewards["resolved"] == 1.0 and outcome.metrics["timeouts"] == 1.0
+
+
+class Slow(Scripted):
+    """One that thinks for ever when it has said what was prepared."""
+
+    async def answer(self, *messages):
+        return await super().answer(*messages) if self._answers else await asyncio.Event().wait()
+
+
+@needs_bubblewrap
+@pytest.mark.slow
+@pytest.mark.parametrize("last", [(), (shell("sleep 600"),)])
+async def test_work_ends_in_time_to_be_judged_also_where_it_hangs_the_tests(last):
+    hang = "printf 'while True: pass\\n' >> kit/__init__.py"
+    policy = Slow(shell(hang), *last)
+    policy.seconds = GRADING_SECONDS + 6.0 + 10.0
+    outcome = await asyncio.wait_for(rolled_out(swe(test_timeout=6.0), CLAMP, policy), policy.seconds)
+    assert outcome.rewards == {"resolved": 0.0, "mended": 0.0}
+    assert outcome.metrics["out_of_time"] == 1.0 and outcome.metrics["commands"] == 1.0 + len(last)
+    policy.seconds = 10.0
+    with pytest.raises(SandboxError, match="no time was left"):
+        await rolled_out(swe(), CLAMP, policy)
+    assert left_behind() == []
+
+
+@needs_bubblewrap
+async def test_a_sandbox_that_stops_working_is_no_reward_of_zero(tmp_path, monkeypatch):
+    class Breaking(Scripted):
+        async def answer(self, *messages):
+            if len(self._answers) == 1:
+                (tmp_path / "bwrap").write_text("#!/bin/sh\necho 'bwrap: no namespaces' >&2\nexit 1\n")
+                (tmp_path / "bwrap").chmod(0o755)
+                monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+            return await super().answer(*messages)
+
+    with pytest.raises(SandboxError, match=r"did not begin: .*no namespaces"):
+        await rolled_out(swe(), CLAMP, Breaking(shell(REPAIR), [Call("submit")]))
+
+
+@needs_bubblewrap
+async def test_tests_that_nothing_runs_are_no_reward_of_zero():
+    where = await place(python="/no/such/python")
+    with pytest.raises(SandboxError, match=r"/no/such/python does not run unittest .*not found"):
+        await grade(CLAMP, CLAMP.patch, where)
 
 
 @needs_bubblewrap
@@ -496,6 +699,25 @@ class NoMachine:
         raise SandboxError("bwrap cannot be started")
 
 
+async def test_what_an_image_holds_beside_its_repository_is_no_change(tmp_path):
+    image = tmp_path / "testbed"
+    (image / "kit.egg-info").mkdir(parents=True)
+    for path, text in {"a.py": "1\n", ".gitignore": "*.egg-info\n"}.items():
+        (image / path).write_text(text)
+    subprocess.run("git init -q . && git add .", shell=True, cwd=image, check=True)  # noqa: ASYNC221
+    (image / "built.txt").write_text("made when the image was\n")
+    (image / "kit.egg-info/PKG-INFO").write_text("Name: kit\n")
+    bare = Instance.of({**CLAMP.as_row(), "files": {}})
+    async with machine({"type": "host", "unsafe_allow_host": True}).sandbox() as sandbox:
+        workspace = Workspace(sandbox, bare, str(image), None)
+        await workspace.prepare()
+        assert await workspace.diff() == "" and await workspace.changed() == set()
+        now, first = await workspace.files()
+        assert now - first == {"kit.egg-info/PKG-INFO"} and "built.txt" in first
+        (image / "a.py").write_text("2\n")
+        assert "+2\n" in await workspace.diff() and await workspace.changed() == {"a.py"}
+
+
 def test_images_of_known_data_sets_have_their_names():
     place = Place(machine(BOX), image="swebench/sweb.eval.x86_64.{docker_id}:latest")
     row = {**CLAMP.as_row(), "instance_id": "django__Django-11"}
@@ -515,6 +737,7 @@ def test_what_a_solution_has_no_say_in():
     planted = {
         "conftest.py", "src/conftest.py", "sitecustomize.py", "x.pth", "src/__pycache__/app.cpython-311.pyc",
         "test_a.cpython-311.so", "test_a/__init__.py", "unittest/__init__.py", "typing.py", "tox.ini",
+        "pytest.toml", "zz-1.0.dist-info/entry_points.txt", "src/zz.egg-info/PKG-INFO", "zz.egg-info",
     }  # fmt: skip
     fine = {"src/new.py", "src/latest.py", "src/typing.py", "contest.py", "src/attestation/a.py"}
     paths = first | planted | fine

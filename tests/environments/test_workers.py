@@ -14,13 +14,17 @@ from pathlib import Path
 import pytest
 from fake_roles import gone, wait_until
 
+from stackrl.runtime.environments import make
 from stackrl.runtime.environments.base import Answer, NoRoom
-from stackrl.runtime.environments.workers import EnvironmentFailed, WorkerLost
+from stackrl.runtime.environments.sandboxes import docker
+from stackrl.runtime.environments.sandboxes.base import STOP_SECONDS
+from stackrl.runtime.environments.workers import EnvironmentFailed, InWorkers, WorkerLost
 from stackrl.runtime.environments.workers import pool as pools
 from stackrl.runtime.environments.workers import worker as workers
 from stackrl.runtime.environments.workers.parties import Program, WorkerRefused
 from stackrl.runtime.environments.workers.pool import Pool, close_workers, pool_of
 from stackrl.runtime.environments.workers.worker import Worker
+from stackrl.schemas.environments import Environment
 
 ADAPTER = Path(__file__).parents[1] / "fault_adapter.py"
 LIMIT = 60.0
@@ -40,10 +44,11 @@ class Model:
         return Answer(messages[-1]["content"][::-1])
 
 
-def program(interpreter=sys.executable, start="", **does):
+def program(interpreter=sys.executable, start="", begun="", **does):
     """``does``: by task, as ``on_3="die"``."""
     faults = {name.removeprefix("on_"): what for name, what in does.items()}
-    return Program("faulty", ADAPTER, {"start": start, "does": faults}, interpreter)
+    settings = {"start": start, "begun": str(begun), "does": faults}
+    return Program("faulty", ADAPTER, settings, interpreter)
 
 
 @asynccontextmanager
@@ -160,6 +165,87 @@ async def test_a_cancelled_rollout_lets_go_or_its_worker_is_lost(monkeypatch):
         await until(lambda: gone(worker.pid))
 
 
+async def test_a_rollout_that_is_cancelled_before_it_began_has_let_go_too(monkeypatch):
+    monkeypatch.setattr(workers, "PING_EVERY", 0.1)
+    monkeypatch.setattr(workers, "LEAVE_LIMIT", 5.0)
+    async with pool(on_0="wait") as made:
+        await made.ready()
+        worker = made._workers[0]
+        os.kill(worker.pid, signal.SIGSTOP)
+        rolling = asyncio.create_task(made.rollout(0, Model()))
+        await until(lambda: worker.load == 1)
+        rolling.cancel()
+        await asyncio.sleep(0)
+        os.kill(worker.pid, signal.SIGCONT)
+        await until(lambda: worker.load == 0)
+        assert worker.alive
+
+
+async def test_a_worker_is_not_taken_for_silent_because_its_orchestrator_stood_still(monkeypatch):
+    monkeypatch.setattr(workers, "SILENCE_LIMIT", 1.0)
+    monkeypatch.setattr(workers, "PING_EVERY", 0.3)
+    async with pool(on_0="wait", on_1="wait") as made:
+        rolling = [asyncio.create_task(made.rollout(number, Model())) for number in (0, 1)]
+        await until(lambda: made._workers and made._workers[0].load == 2)
+        [worker] = made._workers
+        last = worker._heard
+        await until(lambda: worker._heard != last)  # it owes no answer to a ping
+        time.sleep(1.5)  # noqa: ASYNC251 (as a function that holds the interpreter does)
+        last = worker._heard
+        await until(lambda: not worker.alive or worker._heard > last + 1)
+        assert worker.alive and worker.load == 2
+        for task in rolling:
+            task.cancel()
+
+
+async def test_a_worker_that_is_ended_lets_its_rollouts_tidy_up(tmp_path, monkeypatch):
+    """Containers, for example, do not end with the process."""
+    held = tmp_path / "held"
+    monkeypatch.setenv("STACKRL_TEST_HELD", str(held))
+    async with pool(on_0="tidy") as made:
+        rolling = asyncio.create_task(made.rollout(0, Model()))
+        await until(held.exists)
+        pid = pid_of(made)
+    assert gone(pid) and not held.exists()
+    with pytest.raises(WorkerLost, match="was ended"):
+        await rolling
+
+
+def test_a_sandbox_can_be_left_before_its_worker_is_lost():
+    assert workers.LEAVE_LIMIT > docker._ORDER_SECONDS + STOP_SECONDS + 10.0
+
+
+async def test_an_answer_that_is_not_waited_for_any_more_is_cancelled():
+    class Thinking:
+        seconds, cancelled = 77.0, False
+
+        async def answer(self, *messages):
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                self.cancelled = True
+                raise
+
+    async with pool(on_0="give up") as made:
+        thinking = Thinking()
+        assert (await made.rollout(0, thinking))["rewards"] == {"score": 77.0}, "what it may take, is known"
+        assert thinking.cancelled
+
+
+async def test_rollouts_wait_for_a_place():
+    environment = InWorkers(program(), 2, True, at_once=1)
+    other = InWorkers(program(), 2, True, at_once=1)
+    async with environment.place(), environment.place():
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.2), other.place():
+                pass
+    async with asyncio.timeout(LIMIT), other.place():
+        pass
+    async with InWorkers(program(), 1, True).place():
+        pass
+    await close_workers()
+
+
 async def test_nothing_is_left_of_what_rollouts_started():
     async with pool(on_0="leave") as made:
         left = (await made.rollout(0, Model()))["metrics"]
@@ -209,6 +295,84 @@ async def test_starts_that_fail_are_tried_again_after_a_pause(monkeypatch):
         with pytest.raises(WorkerRefused):
             await made.ready()
         assert time.monotonic() - began >= 0.5
+
+
+async def test_whoever_waits_for_a_worker_waits_for_the_next_start_too(monkeypatch, tmp_path):
+    monkeypatch.setattr(pools, "FIRST_PAUSE", 0.1)
+    async with pool(start="raise once", begun=tmp_path / "begun") as made:
+        await asyncio.gather(made.ready(), made.ready())
+        assert (await made.rollout(0, Model()))["rewards"] == {"score": 10}
+
+
+async def test_patience_with_starts_that_fail_has_an_end(monkeypatch):
+    monkeypatch.setattr(pools, "FIRST_PAUSE", 0.1)
+    monkeypatch.setattr(pools, "PATIENCE", 0.5)
+    async with pool(start="raise") as made:
+        with pytest.raises(WorkerRefused, match="no such data"):
+            await made.ready()
+
+
+OWN_AT_START = """
+import asyncio
+from stackrl.runtime.environments.base import AgentEnvironment, Outcome, Task
+
+class Served(AgentEnvironment):
+    def task(self, rng):
+        return Task((), None)
+
+    async def start(self):
+        self.asked = asyncio.Queue()
+        self.helper = asyncio.create_task(self.help())
+
+    async def help(self):
+        while True:
+            (await self.asked.get()).set_result(1.0)
+
+    async def rollout(self, task, policy):
+        answer = asyncio.get_running_loop().create_future()
+        self.asked.put_nowait(answer)
+        return Outcome({"helped": await asyncio.wait_for(answer, 5)})
+
+class Missing(Served):
+    async def start(self):
+        raise OSError("there is no helper here")
+
+class Leaves(Served):
+    async def rollout(self, task, policy):
+        raise SystemExit("enough")
+"""
+
+
+@asynccontextmanager
+async def pool_of_ones_own(folder, name):
+    (folder / "own.py").write_text(OWN_AT_START)
+    described = {"name": "mine", "type": "python", "args": {"path": f"{folder / 'own.py'}:{name}"}}
+    made = make(Environment.model_validate(described))._pool()
+    try:
+        async with asyncio.timeout(LIMIT):
+            yield made
+    finally:
+        await close_workers()
+
+
+async def test_what_an_environment_starts_lives_in_the_event_loop_of_its_rollouts(tmp_path):
+    async with pool_of_ones_own(tmp_path, "Served") as made:
+        assert (await made.rollout(0, Model()))["rewards"] == {"helped": 1.0}
+
+
+async def test_an_environment_that_does_not_start_says_why(tmp_path, monkeypatch):
+    monkeypatch.setattr(pools, "PATIENCE", 0.0)
+    async with pool_of_ones_own(tmp_path, "Missing") as made:
+        with pytest.raises(WorkerRefused, match="OSError: there is no helper here"):
+            await made.ready()
+
+
+async def test_a_rollout_that_would_end_the_process_fails_alone(tmp_path):
+    async with pool_of_ones_own(tmp_path, "Leaves") as made:
+        await made.ready()
+        with pytest.raises(EnvironmentFailed, match=r"SystemExit\('enough'\)"):
+            await made.rollout(0, Model())
+        assert made._workers[0].alive
 
 
 async def test_a_program_has_one_pool_in_an_event_loop():

@@ -14,7 +14,7 @@ import pytest
 
 import stacks
 from stackrl.cli import main
-from stackrl.runtime.environments.base import Answer, Call, Task, tool, user
+from stackrl.runtime.environments.base import Answer, Call, Task, Tool, tool, user
 from stackrl.runtime.orchestrator.endpoint import Endpoint, EndpointPolicy
 
 Reply = Callable[[dict[str, Any], int], tuple[int, dict[str, Any]]]
@@ -126,6 +126,48 @@ def test_scores_of_held_out_environments(served, file, capsys):
     assert row.split()[:2] == ["held", "3"] and {a["temperature"] for a in server.asked[24:]} == {0.0}
 
 
+def several(tmp_path: Path, *environments: str) -> str:
+    held = f"{{prompts: 6, environments: [{', '.join(environments)}]}}"
+    return str(stacks.write(tmp_path, ("    sampling:", f"    evaluate: {held}\n    sampling:")))
+
+
+def test_what_was_found_is_told_where_another_environment_fails(served, tmp_path, capsys):
+    def reply(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        word = body["messages"][-1]["content"]
+        return says(reversed_word(body)) if word.startswith("reverse") else (400, {"error": "broken"})
+
+    server = served(reply)
+    sums = "{name: sums, type: arithmetic}"
+    file = several(tmp_path, sums, "{name: words, type: reverse_text}", sums.replace("sums", "more"))
+    code, out, err = evaluated(capsys, file, "--endpoint", server.url, "-o", "json")
+    assert code == 1 and len(server.asked) == 18
+    [(name, scores)] = json.loads(out)["environments"].items()
+    assert name == "words" and scores["exact"] == 1.0
+    assert "sums: all 6 answers failed; the last: " in err and "more: all 6 answers failed" in err
+
+
+def test_nothing_is_asked_where_an_environment_cannot_be_made(served, tmp_path, capsys):
+    server = served(lambda body, number: says("7"))
+    missing = "{name: rows, type: dataset, args: {dataset: nowhere.jsonl, reward: 'nowhere.py:f'}}"
+    file = several(tmp_path, "{name: sums, type: arithmetic}", missing)
+    code, out, err = evaluated(capsys, file, "--endpoint", server.url)
+    assert code == 1 and not out and "environment 'rows': there is no file" in err and not server.asked
+
+
+def test_only_answers_that_count_count_their_tokens(served, tmp_path, capsys):
+    """In a game of several turns the first answer of a rollout that fails later is not among them."""
+
+    def reply(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
+        fails = body["seed"] % 2 and len(body["messages"]) > 1
+        return (400, {"error": "no such thing"}) if fails else says("0")
+
+    server = served(reply)
+    game = "{name: game, type: guess_number, args: {guesses: 3}}"
+    code, out, _ = evaluated(capsys, several(tmp_path, game), "--endpoint", server.url, "-o", "json")
+    scores = json.loads(out)["environments"]["game"]
+    assert code == 0 and 0 < scores["failed"] < 6 and scores["tokens"] == 21
+
+
 def test_what_passes_is_tried_again_and_failures_are_no_wrong_answers(served, file, capsys):
     busy: set[int] = set()
 
@@ -166,6 +208,40 @@ def test_nobody_there_and_no_environment(file, capsys):
     assert main(["eval", "no-such-run", "--endpoint", "http://127.0.0.1:9/v1", "--model", "m"]) == 2
 
 
+ADD = Tool("add", "", {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]})
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "problem"),
+    [
+        ("add", '{"x": 1}', ""),
+        ("add", {"x": 1}, ""),
+        ("add", "{}", "'x' is a required property"),
+        ("add", '{"x": "one"}', "argument 'x': 'one' is not of type 'integer'"),
+        ("sum", '{"x": 1}', "there is no function 'sum'; there is add"),
+        ("add", "[1]", "the arguments are no object"),
+        ("add", '{"x": NaN}', "the arguments cannot be read: it is no JSON"),
+        ("add", '{"x": %s}' % ("9" * 5000), "the arguments cannot be read: it is no JSON"),
+        ("add", "[" * 100_000, "the arguments cannot be read: its JSON is nested too deeply"),
+    ],
+)
+@pytest.mark.parametrize("whole", [False, True])
+async def test_a_call_that_does_not_fit_its_tool_has_its_problem_as_in_a_run(
+    served, name, arguments, problem, whole
+):
+    calls = [{"id": "a", "type": "function", "function": {"name": name, "arguments": arguments}}]
+    server = served(lambda body, number: says("", message={"content": None, "tool_calls": calls}))
+    async with Endpoint(server.url, "right", "k") as endpoint:
+        policy = EndpointPolicy(endpoint, Task((user("add"),), None), (ADD,), {})
+        if whole:
+            answer = policy.said(await policy.complete([user("add")], [ADD.as_function()]))
+        else:
+            answer = await policy.answer()
+    [call] = answer.calls
+    assert call.problem.startswith(problem) and bool(call.problem) == bool(problem)
+    assert server.asked[0]["tools"] == [ADD.as_function()]
+
+
 async def test_calls_of_tools_and_their_results_name_each_other(served):
     def reply(body: dict[str, Any], number: int) -> tuple[int, dict[str, Any]]:
         calls = [
@@ -180,7 +256,7 @@ async def test_calls_of_tools_and_their_results_name_each_other(served):
 
     server = served(reply)
     async with Endpoint(server.url, "right", "k") as endpoint:
-        policy = EndpointPolicy(endpoint, Task((user("add"),), None), (), {"max_tokens": 5})
+        policy = EndpointPolicy(endpoint, Task((user("add"),), None), (ADD,), {"max_tokens": 5})
         first = await policy.answer()
         assert first.calls[0] == Call("add", {"x": 1}) and "no JSON" in first.calls[1].problem
         assert await policy.answer(tool("2"), tool("wrong")) == Answer("3")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from fake_engine import FakeEngine
+from fake_engine import FakeEngine, refuse
 from fake_trainer import FakeTrainer
 from small_runs import (
     STACK,
@@ -56,6 +56,43 @@ async def test_without_a_number_of_steps_held_out_environments_are_evaluated_aro
     assert {request["max_tokens"] for request in asked} == {3}
     assert len({request["seed"] for request in asked[:12]}) == 12, "answers to a prompt differ"
     assert len({tuple(request["tokens"]) for request in asked}) == 3
+
+
+async def test_an_evaluation_whose_rollouts_all_fail_is_told_and_the_run_learns_on(tmp_path):
+    run, engine = make_run(tmp_path, evaluate=HELD_OUT), FakeEngine(reversed_badly)
+    engine.fault = lambda request: None if request["temperature"] else refuse(request)
+    trainer = FakeTrainer(run, TOKEN)
+    await run_all(run, trainer, engine)
+    failed = events_of(run, "evaluation_failed")
+    assert [(event["when"], event["index"]) for event in failed] == MOMENTS
+    assert all("all 8 rollouts failed; the last one: " in event["error"] for event in failed)
+    assert moments(run) == [] and [end.reason for end in trainer.ended] == ["finished"]
+
+
+@pytest.mark.parametrize(("failures", "left_out"), [("retry", 0), ("drop", 2 * 8)])
+async def test_rollouts_of_an_evaluation_that_fail_are_done_once_more_or_left_out(
+    tmp_path, failures, left_out
+):
+    """The first time that each of two prompts in three is answered, it fails."""
+    environments = [STACK["environments"][0] | {"failures": failures}]
+    run = make_run(tmp_path, environments=environments, evaluate={"prompts": 12})
+    engine, seeds = FakeEngine(reversed_badly), {}
+
+    def fail_once(request):
+        group, number, *_ = request["id"].split("-")
+        if trainer.batches and len(trainer.batches) < 3 and int(group) % 3:
+            tried = seeds.setdefault((group, number, request["temperature"]), [])
+            tried.append(request["seed"])
+            if len(tried) == 1:
+                refuse(request)
+
+    engine.fault = fail_once
+    trainer = FakeTrainer(run, TOKEN)
+    await run_all(run, trainer, engine)
+    [before, _] = events_of(run, "evaluated")
+    assert before["failed"] == left_out
+    if failures == "retry":
+        assert all(len(set(tried)) == len(tried) for tried in seeds.values())
 
 
 async def test_a_last_evaluation_that_was_cut_off_is_made_after_all(tmp_path):

@@ -209,6 +209,27 @@ def test_a_demonstration_closes_the_thought_that_the_template_opens():
         assert decoded(chat, chat.answer("2+2</think>four")).startswith("2+2</think>four")
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("minimax_m2", "is it 3? or", ""),
+        ("minimax_m2", "is it 3?\n</think>\n\n4", "4"),
+        ("qwen3", "is it 3?", "is it 3?"),
+        ("qwen3", "<think>\nis it 3? or", ""),
+        ("qwen3", "<think>\nis it 3?\n</think>\n\n4", "4"),
+    ],
+)
+def test_environments_are_told_what_stands_behind_the_thoughts(name, text, said):
+    """A template that opens them leaves no mark of that in an answer that was cut off."""
+    chat = family_named(name).chat
+    conversation = Conversation(chat, [user("go")])
+    tokens = chat.encode_after(text, closed=True)
+    span = Span(0, len(tokens), Version(1, 0))
+    conversation.add_generation(Generation(tokens, [-0.1] * len(tokens), [span], "length", 0))
+    [answer] = conversation.answers
+    assert (answer.text, answer.said) == (text, said)
+
+
 FORGETTING = [family for family in FAMILIES if family.thinks]
 
 

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 import time
+from dataclasses import replace
+from functools import partial
 from itertools import pairwise
 from random import Random
 
@@ -13,7 +16,7 @@ from served_engines import serving
 from small_runs import chat, reversed_well, word_in
 
 from stackrl.runtime.environments import make
-from stackrl.runtime.orchestrator.errors import OrchestratorError
+from stackrl.runtime.orchestrator.errors import BadInput, OrchestratorError
 from stackrl.runtime.orchestrator.rollout import Assignment, Limits, RolloutError, roll_out
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.transport.messages import Version
@@ -50,6 +53,51 @@ async def test_each_prompt_goes_on_from_the_tokens_before():
         assert later[: len(earlier) + 4] == earlier + chat().answer("abc")
     assert len({request["seed"] for request in engine.requests}) == 3
     assert rollout.sampled == 12 == rollout.samples[0].loss_mask.sum()
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+async def test_a_metric_that_is_no_number_is_a_failed_rollout(value, monkeypatch):
+    """A moving mean would not forget it."""
+    what = assignment()
+    plain = what.environment.reply
+
+    async def reply(task, answers):
+        outcome = await plain(task, answers)
+        return replace(outcome, metrics={**outcome.metrics, "solved": value})
+
+    monkeypatch.setattr(what.environment, "reply", reply)
+    with pytest.raises(RolloutError, match=f"it: ValueError: metric solved: {value}"):
+        await rolled(what, FakeEngine(reversed_well))
+
+
+async def test_answers_at_leisure_take_none_of_the_time(monkeypatch):
+    what, limits = assignment(), Limits(turn=9, sequence=128, seconds=1.0, temperature=1.0)
+    engine = FakeEngine(reversed_well)
+
+    async def slow(generate, *arguments, **options):
+        await asyncio.sleep(2.0)
+        return await generate(*arguments, **options)
+
+    async with serving(engine) as engines, engines.serving(what.group) as generate:
+        asked = partial(slow, generate)
+        assert (await roll_out(what, chat(), asked, limits, at_leisure=True)).turns == 1
+        with pytest.raises(RolloutError, match=r"over 1 s \(sampling\.timeout\)"):
+            await roll_out(what, chat(), asked, limits)
+
+        async def hang(task, answers):
+            await asyncio.sleep(600)
+
+        monkeypatch.setattr(what.environment, "reply", hang)
+        with pytest.raises(RolloutError, match=r"over 1 s .* when the environment was to judge answer 1"):
+            await roll_out(what, chat(), generate, limits, at_leisure=True)
+
+
+async def test_who_answers_can_end_the_run():
+    async def gone(*arguments, **options):
+        raise BadInput("there is no such model")
+
+    with pytest.raises(BadInput, match="there is no such model"):
+        await roll_out(assignment(), chat(), gone, LIMITS)
 
 
 async def test_routes_are_asked_for_once_per_token():
@@ -120,6 +168,32 @@ async def test_an_environment_that_blocks_is_left_behind(monkeypatch):
     monkeypatch.setattr(type(what.environment), "reply", plain)
     assert (await rolled(what, engine)).reward == 1.0
     assert time.monotonic() - began < 1.5
+
+
+async def test_an_environment_that_would_end_the_process_fails_its_rollout(monkeypatch):
+    """By itself, and by a task that it leaves behind; the next reply is given as ever."""
+    engine, what = FakeEngine(reversed_well), assignment(letters=[3, 6])
+    plain = type(what.environment).reply
+
+    async def leave():
+        raise SystemExit("enough")
+
+    async def leave_behind(self, task, answers):
+        self.left = asyncio.create_task(leave())
+        return await plain(self, task, answers)
+
+    async def exit_now(*_):
+        sys.exit("enough")
+
+    monkeypatch.setattr(type(what.environment), "reply", exit_now)
+    with pytest.raises(
+        RolloutError, match=r"it: RuntimeError: the environment raised SystemExit\('enough'\)"
+    ):
+        await rolled(what, engine)
+    monkeypatch.setattr(type(what.environment), "reply", leave_behind)
+    assert (await rolled(what, engine)).reward == 1.0
+    monkeypatch.setattr(type(what.environment), "reply", plain)
+    assert (await rolled(what, engine)).reward == 1.0
 
 
 async def test_an_environment_that_does_not_let_go_is_left_behind(monkeypatch):

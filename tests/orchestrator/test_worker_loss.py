@@ -54,9 +54,12 @@ def badly(prompt, rng):
     return chat().answer("".join(rng.choice("xyz") if rng.random() < 0.4 else one for one in word[::-1]))
 
 
+def pools_here():
+    return pools._POOLS.get(asyncio.get_running_loop(), {}).values()
+
+
 def worker_pids():
-    pools_here = pools._POOLS.get(asyncio.get_running_loop(), {}).values()
-    return [worker.pid for pool in pools_here for worker in pool._workers if worker.alive]
+    return [worker.pid for pool in pools_here() for worker in pool._workers if worker.alive]
 
 
 async def test_its_answers_are_one_sequence_whose_sampled_tokens_are_trained():
@@ -126,6 +129,33 @@ async def test_its_time_limit_and_its_lost_engine_are_those_of_any_rollout():
                 await roll_out(what, chat(), lost, LIMITS)
     finally:
         await close_workers()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("quick")
+async def test_what_all_rollouts_lose_together_is_one_failure(tmp_path):
+    """All of two batches are under way in the one worker, and none of them begins anew."""
+    run = make_run(
+        tmp_path,
+        environments=[led("drop", pause=0.5)],
+        stages=[{"name": "main", "type": "rl", "steps": 2}],
+        trainer={"sequence_length": 256},
+        inference={"max_model_length": 256},
+    )
+    killed = []
+
+    def kill(request):
+        running = Counter(pool._workers[0].load for pool in pools_here() if pool._workers)
+        if not killed and running[32] and engine.requests[-1]["temperature"]:
+            killed.extend(worker_pids())
+            os.kill(killed[-1], signal.SIGKILL)
+
+    engine = FakeEngine(badly)
+    engine.fault = kill
+    await run_all(run, FakeTrainer(run, TOKEN), engine)
+    assert len(killed) == 1 and [record["rollouts"] for record in lines(run.metrics)] == [16, 16]
+    failed = [event for event in events_of(run, "dropped") if "error" in event]
+    assert len(failed) == 32 and all("was killed by SIGKILL" in event["error"] for event in failed)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from pathlib import Path
 from stackrl.runtime.environments.sandboxes import cgroups, folders, processes
 from stackrl.runtime.environments.sandboxes.base import KEPT_OUTPUT, Machine, Result, Sandbox, SandboxError
 from stackrl.runtime.environments.sandboxes.cgroups import PREFIX, Cgroup, Cgroups, entering
-from stackrl.runtime.environments.sandboxes.folders import FOLDER, remove, takes_more_than
+from stackrl.runtime.environments.sandboxes.folders import FOLDER, check_room, remove, takes_more_than
 from stackrl.runtime.environments.sandboxes.settings import Settings
 
 FIRST_USER, USERS = 0x40000000, 0x20000000
@@ -62,15 +62,15 @@ class Bubblewraps(Machine):
                 "no control groups can be made here: sandboxes bound the memory of each process, not of all "
                 "together; run as root, or in a cgroup that is delegated to this user"
             )
-        async with Bubblewrap(self) as sandbox:
-            result = await sandbox.run(["true"], seconds=_PROBE_SECONDS)
-        if result.code or result.timed_out:
-            said = result.errors.decode(errors="replace").strip() or f"exit status {result.code}"
+        try:
+            async with Bubblewrap(self) as sandbox:
+                await sandbox.run(["true"], seconds=_PROBE_SECONDS)
+        except SandboxError as error:
             raise SandboxError(
-                f"sandbox bubblewrap: it does not work here ({said}); containers often forbid namespaces: "
+                f"sandbox bubblewrap: it does not work here ({error}); containers often forbid namespaces: "
                 "start this one with `--security-opt seccomp=unconfined --security-opt apparmor=unconfined`, "
                 "or use sandbox: {type: docker}"
-            )
+            ) from error
 
     def sandbox(self, image: str = "") -> Bubblewrap:
         return Bubblewrap(self)
@@ -122,22 +122,25 @@ class Bubblewrap(Sandbox):
         folder: str | None = None,
         keep: int = KEPT_OUTPUT,
     ) -> Result:
-        if self._folder is None:
+        if (own := self._folder) is None:
             raise SandboxError("the sandbox is not running")
         limit = seconds or self._settings.timeout
-        group = self._group
+        group, settings = self._group, self._settings
         async with self._machine.commands:
             killed = group.out_of_memory() if group else 0
-            result = await processes.run(
-                [*entering(group), *self._inside(folder or self.home), *self._bounded(command, limit)],
+            result = await processes.run_inside(
+                [*entering(group), *self._inside(folder or self.home), *self._limits(limit)],
+                command,
                 seconds=limit,
                 keep=keep,
                 stdin=stdin,
                 env={"PATH": os.environ.get("PATH", os.defpath)},  # of the rest a program inside might see
                 end=group.kill if group else _nothing,
-                watch=lambda: takes_more_than(self._folder, self._settings.disk),
+                watch=lambda: takes_more_than(own, settings.disk, settings.files),
             )
             killed = (group.out_of_memory() if group else 0) - killed
+        if result.code:
+            check_room(own)
         return Result(**{**vars(result), "out_of_memory": killed > 0})
 
     async def stop(self) -> None:
@@ -177,13 +180,14 @@ class Bubblewrap(Sandbox):
             options += ["--ro-bind", str(own / "etc" / name), f"/etc/{name}"]
         return [*options, *self._machine.seen, "--remount-ro", "/dev", "--remount-ro", "/"]
 
-    def _bounded(self, command: Sequence[str], seconds: float) -> list[str]:
+    def _limits(self, seconds: float) -> list[str]:
+        """What bounds each process of a command that stands behind it."""
         settings = self._settings
         limits = [f"--nproc={settings.processes}", f"--fsize={settings.file_size}", "--core=0"]
         limits.append(f"--cpu={int(seconds) + 1}")
         if self._group is None:
             limits.append(f"--as={settings.memory}")
-        return ["prlimit", *limits, "--", *command]
+        return ["prlimit", *limits, "--"]
 
 
 def _check_folder(folder: str, *, of_others: bool) -> None:

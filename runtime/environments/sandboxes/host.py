@@ -11,7 +11,13 @@ from pathlib import Path
 
 from stackrl.runtime.environments.sandboxes import processes
 from stackrl.runtime.environments.sandboxes.base import KEPT_OUTPUT, Machine, Result, Sandbox, SandboxError
-from stackrl.runtime.environments.sandboxes.folders import FOLDER, remove, remove_stale, takes_more_than
+from stackrl.runtime.environments.sandboxes.folders import (
+    FOLDER,
+    check_room,
+    remove,
+    remove_stale,
+    takes_more_than,
+)
 from stackrl.runtime.environments.sandboxes.settings import Settings
 
 
@@ -27,9 +33,7 @@ class Host(Machine):
     async def check(self) -> None:
         await asyncio.to_thread(remove_stale)
         async with self.sandbox() as sandbox:
-            result = await sandbox.run(["true"])
-        if result.code:
-            raise SandboxError(f"sandbox host: {result.errors.decode(errors='replace').strip()}")
+            await sandbox.run(["true"])
 
     def sandbox(self, image: str = "") -> HostProcess:
         return HostProcess(self)
@@ -58,20 +62,24 @@ class HostProcess(Sandbox):
         folder: str | None = None,
         keep: int = KEPT_OUTPUT,
     ) -> Result:
-        if self._folder is None:
+        if (own := self._folder) is None:
             raise SandboxError("the sandbox is not running")
         settings, limit = self._settings, seconds or self._settings.timeout
         limits = [f"--as={settings.memory}", f"--fsize={settings.file_size}", f"--cpu={int(limit) + 1}"]
         async with self._machine.commands:
-            return await processes.run(
-                ["prlimit", *limits, "--core=0", "--", *command],
+            result = await processes.run_inside(
+                ["prlimit", *limits, "--core=0", "--"],
+                command,
                 seconds=limit,
                 keep=keep,
                 stdin=stdin,
                 env={"PATH": f"{sys.base_prefix}/bin:{os.defpath}", "HOME": self.home, "LANG": "C.UTF-8"},
                 folder=folder or self.home,
-                watch=lambda: takes_more_than(self._folder, settings.disk),
+                watch=lambda: takes_more_than(own, settings.disk, settings.files),
             )
+        if result.code:
+            check_room(own)
+        return result
 
     async def stop(self) -> None:
         folder, self._folder = self._folder, None

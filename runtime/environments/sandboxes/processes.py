@@ -7,12 +7,16 @@ import contextlib
 import os
 import signal
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
 
 from stackrl.runtime.environments.sandboxes.base import Result, SandboxError
 
 _DRAIN_SECONDS = 5.0
 """For the rest of the output, when everything that could write is ended."""
 _CHUNK = 1 << 16
+_BEGUN = b"stackrl: the command begins\n"
+"""What a command of a sandbox writes to its errors first."""
 
 
 async def run(
@@ -66,6 +70,22 @@ async def run(
         out_of_disk=overflow,
         truncated=any(stream.more for stream in streams),
     )
+
+
+async def run_inside(around: Sequence[str], command: Sequence[str], *, keep: int, **options: Any) -> Result:
+    """Run ``command`` by the programs ``around`` it that make it a sandbox's; ``options`` as of ``run``.
+
+    Raises SandboxError also where it never began: what fails around it is not its own doing.
+    """
+    begin = f"echo '{_BEGUN.decode().rstrip()}' >&2; exec \"$@\""
+    result = await run([*around, "sh", "-c", begin, "sh", *command], keep=keep + len(_BEGUN), **options)
+    before, begun, after = result.errors.partition(_BEGUN)
+    if not begun and not result.out_of_disk:
+        said = result.errors.decode(errors="replace").strip()[-500:] or f"exit status {result.code}"
+        raise SandboxError(f"a command did not begin{' in time' if result.timed_out else ''}: {said}")
+    errors = before + after
+    truncated = result.truncated or max(len(result.output), len(errors)) > keep
+    return replace(result, output=result.output[:keep], errors=errors[:keep], truncated=truncated)
 
 
 class _Stream:

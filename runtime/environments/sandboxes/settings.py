@@ -29,6 +29,7 @@ _BOUNDS: dict[str, Any] = {
         "pattern": _SIZE,
         "description": "A size such as 2GiB, of all files together.",
     },
+    "files": {"type": "integer", "minimum": 100, "description": "Files and folders together."},
     "timeout": {
         "type": "number",
         "exclusiveMinimum": 0,
@@ -97,6 +98,8 @@ class Settings:
     processes: int = 256
     file_size: int = 256 << 20
     disk: int = 2 << 30
+    files: int = 200_000
+    """Files and folders."""
     timeout: float = 60.0
     concurrent: int = 0
     """0: one for each core."""

@@ -17,6 +17,7 @@ class Swe(AgentEnvironment):
     """Rewards: `resolved`, 1 where all tests of the task pass; `mended`, the share of its failing ones."""
 
     weights: ClassVar[Mapping[str, float]] = {"resolved": 1.0, "mended": 0.0}
+    at_once: ClassVar[int | None] = 32
     schema: ClassVar[dict[str, Any]] = {
         "type": "object",
         "properties": {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import shlex
 from collections.abc import Mapping
@@ -62,6 +63,7 @@ class Work:
     """Calls that could not be read, and answers without any."""
     timeouts: int = 0
     submitted: bool = False
+    out_of_time: bool = False
     silent: int = 0
     """Answers in a row with nothing to do."""
 
@@ -70,13 +72,30 @@ class Work:
         return self.submitted or self.silent >= MOST_SILENT
 
     def metrics(self) -> Mapping[str, float]:
-        names = ("turns", "commands", "malformed", "timeouts", "submitted")
+        names = ("turns", "commands", "malformed", "timeouts", "submitted", "out_of_time")
         return {name: float(getattr(self, name)) for name in names}
 
 
-async def work(policy: Policy, sandbox: Sandbox, folder: str, rules: Rules) -> Work:
-    """Let ``policy`` work in ``folder`` until it submits, has no turns or no room left, or does nothing."""
-    done, messages = Work(), ()
+async def work(
+    policy: Policy, sandbox: Sandbox, folder: str, rules: Rules, until: float | None = None
+) -> Work:
+    """Let ``policy`` work in ``folder`` until it submits, has no turns or no room left, or does nothing.
+
+    At ``until``, of the event loop's clock, that ends wherever it is; the files stay as they are then.
+    """
+    done = Work()
+    try:
+        async with asyncio.timeout_at(until) as limit:
+            await _take_turns(policy, sandbox, folder, rules, done)
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        done.out_of_time = True
+    return done
+
+
+async def _take_turns(policy: Policy, sandbox: Sandbox, folder: str, rules: Rules, done: Work) -> None:
+    messages: tuple[Message, ...] = ()
     while done.turns < rules.turns and not done.over:
         try:
             answer = await policy.answer(*messages)
@@ -84,7 +103,6 @@ async def work(policy: Policy, sandbox: Sandbox, folder: str, rules: Rules) -> W
             break
         done.turns += 1
         messages = await _Turn(done, sandbox, folder, rules).replies(answer)
-    return done
 
 
 class _Turn:
@@ -94,7 +112,7 @@ class _Turn:
         self._done, self._sandbox, self._folder, self._rules = done, sandbox, folder, rules
 
     async def replies(self, answer: Answer) -> tuple[Message, ...]:
-        calls = (in_block(answer.text),) if self._rules.blocks else answer.calls
+        calls = (in_block(answer.said),) if self._rules.blocks else answer.calls
         say = user if self._rules.blocks else tool
         self._done.silent += 1  # until one of them can be read
         if not calls:

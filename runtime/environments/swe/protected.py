@@ -6,8 +6,21 @@ import re
 import sys
 from collections.abc import Iterable, Set
 
-_NAMES = frozenset({"pytest.ini", ".pytest.ini", "tox.ini", "setup.cfg", "pyproject.toml"})
+_NAMES = frozenset(
+    {
+        "pytest.ini",
+        ".pytest.ini",
+        "pytest.toml",
+        ".pytest.toml",
+        "tox.ini",
+        "setup.cfg",
+        "pyproject.toml",
+        ".coveragerc",
+    }
+)
 _ENDINGS = (".pth", ".pyc", ".pyo", ".egg-link")
+_METADATA = (".dist-info", ".egg-info", ".egg")
+"""Of what looks like an installed package: it could bring plugins of pytest."""
 _STEMS = re.compile(r"conftest|sitecustomize|usercustomize|tests?|test_.*|.*_test")
 
 
@@ -30,6 +43,8 @@ def protected(paths: Iterable[str], first: Set[str], tests: Set[str], solution: 
 def _is_protected(path: str, open_folders: set[str]) -> bool:
     *folders, name = path.split("/")
     if name in _NAMES or name.endswith(_ENDINGS) or "__pycache__" in folders:
+        return True
+    if any(part.endswith(_METADATA) for part in (*folders, name)):
         return True
     # a folder or a compiled module named as a test would be imported in its place
     opened = {folder.rpartition("/")[2] for folder in _test_folders(path) & open_folders}

@@ -11,6 +11,7 @@ from typing import Any
 
 from stackrl.runtime.environments.base import Outcome, Policy, Task, Tool, Turn, user
 from stackrl.runtime.environments.sandboxes import machine
+from stackrl.runtime.environments.sandboxes.base import SandboxError
 from stackrl.runtime.environments.swe import MINIATURE
 from stackrl.runtime.environments.swe.agent import BLOCKS_TEXT, TOOLS, TOOLS_TEXT, Rules, work
 from stackrl.runtime.environments.swe.datasets import KNOWN, instances
@@ -20,6 +21,8 @@ from stackrl.runtime.environments.swe.instances import Instance
 from stackrl.runtime.environments.swe.miniatures import miniature
 from stackrl.runtime.environments.swe.workspace import Workspace
 
+GRADING_SECONDS = 60.0
+"""Of a rollout, for its grading beside the time of the tests: two sandboxes, and git."""
 TEXT = (
     "The current folder is a repository with a problem:\n\n{problem}\n\nMend it; leave the tests alone. {how}"
 )
@@ -83,12 +86,15 @@ class Tasks:
         await asyncio.shield(self._checking)
 
     async def roll_out(self, task: Task, policy: Policy) -> Outcome:
+        until = self._end_of_work(policy.seconds)
         await self.start()
         instance, place = task.data, self._place
         async with place.machine.sandbox(place.image_of(instance)) as sandbox:
             workspace = Workspace(sandbox, instance, place.folder, place.repositories)
             await workspace.prepare()
-            done = await work(policy, sandbox, workspace.folder, self._rules)
+            if until is not None and until <= asyncio.get_running_loop().time():
+                raise SandboxError("no time was left when the repository stood in its sandbox")
+            done = await work(policy, sandbox, workspace.folder, self._rules, until)
             patch = await workspace.diff()
         found = await grade(instance, patch, place)
         return Outcome(
@@ -100,6 +106,13 @@ class Tasks:
                 **done.metrics(),
             },
         )
+
+    def _end_of_work(self, seconds: float | None) -> float | None:
+        """When the model has to be done, by the loop's clock, in a rollout of ``seconds`` that begins now: it
+        must be graded in time also where it hangs the tests."""
+        if seconds is None:
+            return None
+        return asyncio.get_running_loop().time() + seconds - self._place.test_timeout - GRADING_SECONDS
 
 
 def _check(tasks: Sequence[Instance], place: Place, *, in_containers: bool) -> None:

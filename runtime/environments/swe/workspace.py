@@ -31,6 +31,7 @@ mkdir -p .git/info
 printf '%s\\n' '[user]' 'name = solver' 'email = solver@localhost' >> .git/config
 printf '%s\\n' '__pycache__/' '*.pyc' '.pytest_cache/' >> .git/info/exclude
 {GIT} add -f --pathspec-from-file="$HOME/tracked" --pathspec-file-nul
+{GIT} add -A
 {GIT} commit -q --no-verify --allow-empty -m base
 rm "$HOME/tracked"
 git rev-parse HEAD
@@ -69,13 +70,33 @@ class Workspace:
         self._base = result.text.split()[-1]
 
     async def diff(self) -> str:
-        """What was changed, as a diff; empty where nothing was, or where that cannot be told any more."""
+        """What was changed, as a diff; empty where nothing was, or where that cannot be told any more.
+
+        Raises SandboxError where the sandbox is at fault, not what was done in it.
+        """
         script = (
             f"cd {self.folder}\n{GIT} add -A\n"
             f"{GIT} diff --cached --binary --full-index --no-ext-diff --no-textconv --no-color {self._base}"
         )
         result = await self.script(script, keep=LARGEST_DIFF)
+        if result.code:
+            await self._still_works(result)
         return "" if result.code or result.truncated else result.output.decode(errors="surrogateescape")
+
+    async def changed(self) -> set[str]:
+        """Paths of the files of the first ones that are another now."""
+        script = f"cd {self.folder}\n{GIT} diff -z --name-only --no-ext-diff --no-renames {self._base}"
+        result = await self.script(script, keep=64 << 20)
+        if result.code or result.truncated:
+            raise SandboxError(f"{self._instance.instance_id}: changes could not be listed: {_said(result)}")
+        return set(result.output.decode(errors="surrogateescape").split("\0")) - {""}
+
+    async def _still_works(self, result: Result) -> None:
+        """Raises SandboxError where not even the simplest command runs after ``result`` came to nothing."""
+        if (await self.script("true")).code:
+            raise SandboxError(
+                f"{self._instance.instance_id}: its sandbox does not work any more: {_said(result)}"
+            )
 
     async def files(self) -> tuple[set[str], set[str]]:
         """Paths of the files that are there, and of those that were there at first."""
@@ -112,14 +133,16 @@ class Workspace:
             raise SandboxError(f"{self._instance.instance_id}: tests could not be restored: {_said(result)}")
 
     async def script(self, text: str, stdin: bytes = b"", keep: int = 1 << 20) -> Result:
-        return await self._sandbox.run(
+        """Raises SandboxError also where that takes too long: it is known to be quick."""
+        result = await self._sandbox.run(
             ["sh", "-ec", text], seconds=PREPARE_SECONDS, stdin=stdin, folder=self._sandbox.home, keep=keep
         )
+        if result.timed_out:
+            raise SandboxError(f"{self._instance.instance_id}: git took over {PREPARE_SECONDS:g} s")
+        return result
 
 
 def _said(result: Result) -> str:
-    if result.timed_out:
-        return f"it took over {PREPARE_SECONDS:g} s"
     return result.errors.decode(errors="replace").strip()[-500:] or f"exit status {result.code}"
 
 

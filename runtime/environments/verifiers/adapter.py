@@ -8,12 +8,15 @@ Whatever is in the way is a Refusal whose text says what to type.
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import importlib
 import importlib.util
 import json
 import shlex
 import sys
+from collections.abc import Callable
+from contextlib import AbstractAsyncContextManager
 from importlib import metadata
 from pathlib import Path
 from types import ModuleType
@@ -32,6 +35,34 @@ class Refusal(Exception):
     def __init__(self, key: str, what: str, mend: str = "") -> None:
         super().__init__(f"{what}; {mend}")
         self.refusal = {"refused": what, "mend": mend, "key": key}
+
+
+class Shared:
+    """A context that many rollouts share. It is entered with the first of them, by a task of its own, and
+    anew where that failed; it is left when the worker ends."""
+
+    def __init__(self, context: Callable[[], AbstractAsyncContextManager[Any]]) -> None:
+        self._context = context
+        self._entered: asyncio.Future[None] | None = None
+        self._holding: asyncio.Task[None] | None = None
+
+    async def up(self) -> None:
+        """Wait until it is entered. Raises what entering raises, to all who wait."""
+        if self._entered is None:
+            self._entered = asyncio.get_running_loop().create_future()
+            self._holding = asyncio.create_task(self._hold(self._entered))
+        await asyncio.shield(self._entered)
+
+    async def _hold(self, entered: asyncio.Future[None]) -> None:
+        try:
+            async with self._context():
+                entered.set_result(None)
+                await asyncio.get_running_loop().create_future()  # for as long as the worker is
+        except Exception as error:
+            self._entered = None
+            if entered.done():
+                raise
+            entered.set_exception(error)
 
 
 def load(settings: dict[str, Any]) -> Any:

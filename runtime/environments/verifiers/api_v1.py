@@ -26,8 +26,9 @@ from verifiers.v1.types import AssistantMessage, Response, ToolCall, Usage
 from verifiers.v1.utils import loaders
 
 _adapter = sys.modules["stackrl_adapter"]
-Refusal, Answers, plain, check_answers = (
+Refusal, Shared, Answers, plain, check_answers = (
     _adapter.Refusal,
+    _adapter.Shared,
     _adapter.Answers,
     _adapter.plain,
     _adapter.check_answers,
@@ -73,10 +74,11 @@ class V1:
         self._client = _PolicyClient()
         resolve = server.resolve_client
         server.resolve_client = lambda config: self._client if config == _POLICY else resolve(config)
-        self._serving: AsyncExitStack | None = None
+        self._shared = Shared(environment.serving)
+        """What the environment's rollouts have in common, its servers of tools for example."""
 
     async def rollout(self, number: int, policy: Any) -> dict[str, Any]:
-        await self._serve()
+        await self._shared.up()
         task = self.tasks[number % len(self.tasks)]
         with self._client.asked(policy) as asked:
             episode = await self._environment.run_slot(
@@ -95,12 +97,6 @@ class V1:
             "metrics": {name: value for name, value in trace.metrics.items() if value is not None},
             "answers": check_answers(asked.answers.texts, judged),
         }
-
-    async def _serve(self) -> None:
-        """Bring up what the environment's rollouts share, with the first of them."""
-        if self._serving is None:
-            self._serving = AsyncExitStack()
-            await self._serving.enter_async_context(self._environment.serving())
 
 
 def _check(episode: Any, asked: _Asked) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import sys
 from dataclasses import asdict
 from random import Random
@@ -17,9 +16,7 @@ def load(settings: dict[str, Any]) -> Own:
     from stackrl.runtime.environments import make_here
     from stackrl.schemas.environments import Environment
 
-    environment = make_here(Environment.model_validate(settings["environment"]))
-    asyncio.run(environment.start())
-    return Own(environment)
+    return Own(make_here(Environment.model_validate(settings["environment"])))
 
 
 class Own:
@@ -30,9 +27,16 @@ class Own:
     def __init__(self, environment: AgentEnvironment) -> None:
         self._environment = environment
 
+    async def start(self) -> None:
+        """In the event loop of the rollouts: what it makes there belongs to that loop."""
+        await self._environment.start()
+
     async def rollout(self, number: int, policy: Any) -> dict[str, Any]:
         task = self._environment.task(Random(number))
-        outcome = await self._environment.rollout(task, _Policy(policy))
+        try:
+            outcome = await self._environment.rollout(task, _Policy(policy))
+        except (SystemExit, KeyboardInterrupt) as error:  # which would end the others' rollouts too
+            raise RuntimeError(f"the environment raised {error!r}") from error
         return asdict(outcome)
 
 
@@ -41,6 +45,7 @@ class _Policy:
 
     def __init__(self, policy: Any) -> None:
         self._policy = policy
+        self.seconds = policy.seconds
 
     async def answer(self, *messages: Message) -> Answer:
         try:
@@ -49,4 +54,6 @@ class _Policy:
             if type(error).__name__ == "NoRoom":  # of the program, which knows nothing of ours
                 raise NoRoom(str(error)) from None
             raise
-        return Answer(said["text"], tuple(Call(**call) for call in said["calls"]), said["closed"])
+        return Answer(
+            said["text"], tuple(Call(**call) for call in said["calls"]), said["closed"], said["thinking"]
+        )

@@ -5,14 +5,20 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from typing import Any
 from weakref import WeakKeyDictionary
 
 from stackrl.runtime.environments.workers.parties import Program, WholePolicy, WorkerRefused
-from stackrl.runtime.environments.workers.worker import Worker
+from stackrl.runtime.environments.workers.worker import START_LIMIT, Worker
 
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 30.0
 """Seconds between a start that failed and the next; doubled each time."""
+PATIENCE = 240.0
+"""Seconds for which starts that fail are tried again while somebody waits for a worker; a machine may lack
+something for a while."""
+LONGEST_WAIT = PATIENCE + LONGEST_PAUSE + START_LIMIT
+"""Seconds for which `Pool.ready` waits at most."""
 
 log = logging.getLogger(__name__)
 
@@ -25,11 +31,22 @@ class Pool:
         self._workers: list[Worker] = []
         self._starting: asyncio.Task[None] | None = None
         self._pause = 0.0
+        self._places: dict[int, asyncio.Semaphore] = {}
+
+    def places(self, at_once: int) -> asyncio.Semaphore:
+        """Those of rollouts where each worker has ``at_once``."""
+        return self._places.setdefault(at_once, asyncio.Semaphore(at_once * self._size))
 
     async def ready(self) -> None:
-        """Wait until a worker is. Raises WorkerRefused where none can be started."""
+        """Wait until a worker is. Raises WorkerRefused where none can be started for so long as PATIENCE, or
+        where the stack is at fault."""
+        until = time.monotonic() + PATIENCE
         while not self._alive():
-            await self._start()
+            try:
+                await self._start()
+            except WorkerRefused as error:
+                if error.key or time.monotonic() >= until:
+                    raise
 
     async def rollout(self, number: int, policy: WholePolicy) -> dict[str, Any]:
         """As Worker.rollout, in the worker that has the fewest."""

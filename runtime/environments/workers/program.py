@@ -6,15 +6,18 @@ It needs the standard library alone (Python 3.11 or newer), so that an environme
 that stackrl is not installed in. What it runs is an *adapter*: a Python file with a function
 ``load(settings)`` that gives an object with ``about`` (a dictionary to tell the orchestrator) and
 ``async rollout(number, policy)``, which takes task ``number`` to its end and gives a dictionary with
-``rewards`` and ``metrics``. An exception is a failed rollout, and one of ``load`` whose ``refusal`` is a
+``rewards`` and ``metrics``. Where it has an ``async start()``, that is awaited before the first rollout, in
+their event loop. An exception is a failed rollout, and one of ``load`` or ``start`` whose ``refusal`` is a
 dictionary tells with that why there will be none.
 
 Messages are lines of JSON. The first one names the adapter and holds its settings, and is answered by
 ``{"ready": about}`` or ``{"refused": why, "mend": how, "key": of the stack}``. Then
 
     to the worker                              from the worker
-    {"rollout": n, "number": task}             {"outcome": n, ...} or {"failed": n, "why": ...}
+    {"rollout": n, "number": task,             {"outcome": n, ...} or {"failed": n, "why": ...}
+     "seconds": of it, or null}
     {"answer": a, ...}                         {"ask": a, "rollout": n, ...}
+                                               {"forget": a, "rollout": n}, which is not waited for any more
     {"cancel": n}, answered like a rollout
     {"ping": 0}                                {"pong": 0}
 """
@@ -31,7 +34,7 @@ import signal
 import socket
 import sys
 import traceback
-from typing import Any
+from typing import Any, NoReturn
 
 LONGEST_LINE = 64 << 20
 """Bytes of a message."""
@@ -45,8 +48,10 @@ class NoRoom(Exception):
 class Policy:
     """The model, as one rollout sees it."""
 
-    def __init__(self, worker: Worker, rollout: int) -> None:
+    def __init__(self, worker: Worker, rollout: int, seconds: float | None) -> None:
         self._worker, self._rollout = worker, rollout
+        self.seconds = seconds
+        """That the whole rollout may take."""
 
     async def ask(self, **question: Any) -> dict[str, Any]:
         """What the orchestrator answers to ``question``. Raises NoRoom where no answer has room."""
@@ -77,6 +82,9 @@ class Worker:
         self._say(ask=number, rollout=rollout, **question)
         try:
             return await answer
+        except asyncio.CancelledError:
+            self._say(forget=number, rollout=rollout)
+            raise
         finally:
             del self._questions[number]
 
@@ -85,7 +93,10 @@ class Worker:
             self._say(pong=message["ping"])
         elif "rollout" in message:
             number = message["rollout"]
-            self._rollouts[number] = asyncio.create_task(self._run(number, message["number"]))
+            task = self._rollouts[number] = asyncio.create_task(
+                self._run(number, message["number"], message.get("seconds"))
+            )
+            task.add_done_callback(lambda task: self._ended(number, task))
         elif "answer" in message:
             waiting = self._questions.get(message["answer"])
             if waiting is not None and not waiting.done():
@@ -93,16 +104,18 @@ class Worker:
         elif "cancel" in message and (task := self._rollouts.get(message["cancel"])):
             task.cancel()
 
-    async def _run(self, rollout: int, number: int) -> None:
+    async def _run(self, rollout: int, number: int, seconds: float | None) -> None:
         try:
-            outcome = await self._adapter.rollout(number, Policy(self, rollout))
+            outcome = await self._adapter.rollout(number, Policy(self, rollout, seconds))
             self._say(outcome=rollout, **outcome)
-        except asyncio.CancelledError:
-            self._say(failed=rollout, why="it was cancelled")
         except Exception as error:
             self._say(failed=rollout, why=f"{type(error).__name__}: {error}")
-        finally:
-            del self._rollouts[rollout]
+
+    def _ended(self, rollout: int, task: asyncio.Task[None]) -> None:
+        """Also one that was cancelled before it began."""
+        del self._rollouts[rollout]
+        if task.cancelled():
+            self._say(failed=rollout, why="it was cancelled")
 
     def _say(self, **message: Any) -> None:
         self._writer.write(json.dumps(message).encode() + b"\n")
@@ -115,18 +128,28 @@ def main() -> None:
     try:
         adapter = load(beginning["adapter"], beginning["settings"])
     except BaseException as error:
-        refused = getattr(error, "refusal", None) or {"refused": f"{type(error).__name__}: {error}"}
-        if not hasattr(error, "refusal"):
-            traceback.print_exc()
-        connection.sendall(json.dumps(refused).encode() + b"\n")
-        raise SystemExit(1) from error
+        refuse(connection, error)
     try:
         asyncio.run(serve(adapter, connection))
     finally:
         os.killpg(0, signal.SIGKILL)  # whatever a rollout has left, this process included
 
 
+def refuse(connection: socket.socket, error: BaseException) -> NoReturn:
+    """Tell why there will be no rollouts, and end."""
+    refused = getattr(error, "refusal", None) or {"refused": f"{type(error).__name__}: {error}"}
+    if not hasattr(error, "refusal"):
+        traceback.print_exc()
+    connection.sendall(json.dumps(refused).encode() + b"\n")
+    raise SystemExit(1) from error
+
+
 async def serve(adapter: Any, connection: socket.socket) -> None:
+    if start := getattr(adapter, "start", None):
+        try:
+            await start()
+        except BaseException as error:
+            refuse(connection, error)
     reader, writer = await asyncio.open_connection(sock=connection, limit=LONGEST_LINE)
     await Worker(adapter, reader, writer).serve()
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -14,6 +15,7 @@ from stackrl.runtime.environments.base import AgentEnvironment, Environment, Out
 from stackrl.runtime.environments.verifiers import Verifiers
 from stackrl.runtime.environments.workers.parties import EnvironmentFailed, Program, WholePolicy
 from stackrl.runtime.environments.workers.pool import Pool, pool_of
+from stackrl.runtime.environments.workers.worker import Worker
 from stackrl.schemas import environments as stack
 
 
@@ -27,10 +29,17 @@ class Drawn:
 class InWorkers(AgentEnvironment):
     """An AgentEnvironment that is led in one of a pool of processes."""
 
-    def __init__(self, program: Program, workers: int, begins_anew: bool) -> None:
-        """``begins_anew``: whether a rollout does whose worker was lost."""
+    def __init__(self, program: Program, workers: int, begins_anew: bool, at_once: int | None = None) -> None:
+        """``begins_anew``: whether a rollout does whose worker was lost. ``at_once``: those in a worker."""
         self._program, self._size = program, workers
-        self.begins_anew = begins_anew
+        self.begins_anew, self._at_once = begins_anew, at_once
+
+    async def try_start(self) -> None:
+        """Begin as a worker does, and end. Raises WorkerRefused. Packages have a preflight of their own."""
+
+    def place(self) -> AbstractAsyncContextManager[None]:
+        """Of one rollout in a worker; waits until there is one."""
+        return nullcontext() if self._at_once is None else self._pool().places(self._at_once)
 
     async def ready(self) -> None:
         """Wait for a worker. Raises EnvironmentFailed where none can be had."""
@@ -57,8 +66,13 @@ class OursInWorkers(InWorkers):
     def __init__(self, inner: AgentEnvironment, described: stack.Environment) -> None:
         settings = {"environment": described.model_dump(mode="json", exclude_unset=True), "path": sys.path}
         program = Program(described.name, Path(__file__).with_name("own.py"), settings, sys.executable)
-        super().__init__(program, described.workers, described.failures == "retry")
+        at_once = described.at_once or inner.at_once
+        super().__init__(program, described.workers, described.failures == "retry", at_once)
         self._inner = inner
+
+    async def try_start(self) -> None:
+        if type(self._inner).start is not Environment.start:
+            await (await Worker.start(self._program)).close()
 
     @property
     def tools(self) -> Sequence[Tool]:
@@ -76,7 +90,8 @@ class VerifiersInWorkers(InWorkers):
     """A package for verifiers, which is drawn from and led where it is installed."""
 
     def __init__(self, described: stack.Environment) -> None:
-        super().__init__(verifiers_program(described), described.workers, described.failures == "retry")
+        retries = described.failures == "retry"
+        super().__init__(verifiers_program(described), described.workers, retries, described.at_once)
 
     def _outcome(self, outcome: Mapping[str, Any], policy: WholePolicy) -> Outcome:
         """Only what was judged is trained, and only where it is what was sampled."""

@@ -33,8 +33,11 @@ START_LIMIT = 300.0
 SILENCE_LIMIT = 60.0
 """A worker that says nothing for so long is blocked. It answers to every ping otherwise."""
 PING_EVERY = 5.0
-LEAVE_LIMIT = 30.0
-"""Seconds that a rollout has to let go of everything when it is cancelled."""
+LEAVE_LIMIT = 150.0
+"""Seconds that a rollout has to let go of everything when it is cancelled: to end a command in a sandbox and
+to remove that may take a minute each."""
+CLOSE_LIMIT = 15.0
+"""Seconds for the same where a worker is ended with rollouts in it."""
 _MARK = "STACKRL_WORKER"
 """Environment variable that a worker and all that it starts carry."""
 _LAST_WORDS = 5
@@ -48,7 +51,8 @@ class _Running:
 
     policy: WholePolicy
     outcome: asyncio.Future[dict[str, Any]]
-    answers: set[asyncio.Task[None]] = field(default_factory=set)
+    answers: dict[int, asyncio.Task[None]] = field(default_factory=dict)
+    """By the number of the question."""
 
 
 class Worker:
@@ -64,6 +68,7 @@ class Worker:
         self._last_words: deque[str] = deque(maxlen=_LAST_WORDS)
         self._heard = 0.0
         self._lost = ""
+        self._closing = False
         self._tasks: set[asyncio.Task[None]] = set()
         self._process: asyncio.subprocess.Process | None = None
         self._writer: asyncio.StreamWriter | None = None
@@ -86,7 +91,7 @@ class Worker:
 
     @property
     def alive(self) -> bool:
-        return not self._lost
+        return not self._lost and not self._closing
 
     @property
     def pid(self) -> int:
@@ -102,13 +107,13 @@ class Worker:
 
         Raises WorkerLost, EnvironmentFailed, and whatever ``policy`` raises other than NoRoom.
         """
-        if self._lost:
-            raise WorkerLost(self._lost)
+        if not self.alive:
+            raise WorkerLost(self._lost or "it is being ended")
         rollout = next(self._numbers)
         running = self._rollouts[rollout] = _Running(policy, asyncio.get_running_loop().create_future())
         ended = False
         try:
-            self._say(rollout=rollout, number=number)
+            self._say(rollout=rollout, number=number, seconds=getattr(policy, "seconds", None))
             outcome = await running.outcome
             ended = True
             return outcome
@@ -117,14 +122,18 @@ class Worker:
             raise
         finally:
             del self._rollouts[rollout]
-            for answer in running.answers:
+            for answer in list(running.answers.values()):
                 answer.cancel()
             if not ended and not self._lost:
                 self._leaving[rollout] = asyncio.get_running_loop().time() + LEAVE_LIMIT
                 self._say(cancel=rollout)
 
     async def close(self) -> None:
-        """End the process and all that it started."""
+        """End the process and all that it started; what runs in it may let go of what it holds before."""
+        self._closing = True
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(CLOSE_LIMIT):
+                await self._empty()
         self._lose("it was ended")
         for task in self._tasks:
             task.cancel()
@@ -133,6 +142,14 @@ class Worker:
             self._writer.close()
         if self._process is not None:
             await asyncio.shield(asyncio.create_task(self._end()))
+
+    async def _empty(self) -> None:
+        """Cancel all rollouts and wait until they are gone, or the worker is."""
+        for running in self._rollouts.values():
+            if not running.outcome.done():
+                running.outcome.set_exception(WorkerLost("its worker was ended"))
+        while (self._rollouts or self._leaving) and not self._lost:  # noqa: ASYNC110 (it is another process)
+            await asyncio.sleep(0.02)
 
     async def _start(self) -> None:
         adopt_orphans()
@@ -195,9 +212,14 @@ class Worker:
         if "ask" in message:
             running = self._rollouts.get(message["rollout"])
             if running is not None:
-                task = asyncio.create_task(self._answer(running, message))
-                running.answers.add(task)
-                task.add_done_callback(running.answers.discard)
+                ask, task = message["ask"], asyncio.create_task(self._answer(running, message))
+                running.answers[ask] = task
+                task.add_done_callback(lambda _: running.answers.pop(ask, None))
+            return
+        if "forget" in message:
+            running = self._rollouts.get(message["rollout"])
+            if running is not None and (task := running.answers.get(message["forget"])):
+                task.cancel()
             return
         rollout = message.get("outcome", message.get("failed"))
         self._leaving.pop(rollout, None)
@@ -228,17 +250,26 @@ class Worker:
         self._say(answer=ask, **said)
 
     async def _watch(self) -> None:
-        while True:
+        """Two looks in a row have to find the same: before the first our own loop may have stood still, and
+        what the worker said meanwhile, and how it answers to a ping, is only read after it."""
+        before = ""
+        while not self._lost:
             await asyncio.sleep(PING_EVERY)
-            now = asyncio.get_running_loop().time()
             self._say(ping=0)
-            if now - self._heard > SILENCE_LIMIT:
-                self._lose(f"it was silent for {SILENCE_LIMIT:g} s: it blocks or hangs")
-            elif any(until < now for until in self._leaving.values()):
-                self._lose(f"a cancelled rollout did not let go within {LEAVE_LIMIT:g} s")
-            if self._lost:
-                self._background(self._end())
-                return
+            found = self._fault()
+            if found and found == before:
+                self._lose(found)
+            before = found
+        self._background(self._end())
+
+    def _fault(self) -> str:
+        """What is wrong with the worker at this moment."""
+        now = asyncio.get_running_loop().time()
+        if now - self._heard > SILENCE_LIMIT:
+            return f"it was silent for {SILENCE_LIMIT:g} s: it blocks or hangs"
+        if any(until < now for until in self._leaving.values()):
+            return f"a cancelled rollout did not let go within {LEAVE_LIMIT:g} s"
+        return ""
 
     def _lose(self, why: str) -> None:
         if self._lost:
@@ -318,4 +349,4 @@ def _as_data(answer: Answer) -> dict[str, Any]:
         {"name": call.name, "arguments": dict(call.arguments), "problem": call.problem}
         for call in answer.calls
     ]
-    return {"text": answer.text, "calls": calls, "closed": answer.closed}
+    return {"text": answer.text, "calls": calls, "closed": answer.closed, "thinking": answer.thinking}
