@@ -38,7 +38,8 @@ class ReinforcePlusPlusAdvantage(Model):
 
 class MaxRlAdvantage(Model):
     """Reward minus the mean of its group, divided by that mean: rare successes count more (MaxRL, arXiv
-    2602.02710). Groups whose mean is not above zero teach nothing."""
+    2602.02710). Groups whose mean is not above zero teach nothing, so it is for rewards that are not
+    negative, before shaping and after it."""
 
     type: Literal["max_rl"]
     """Which advantage."""
@@ -66,7 +67,7 @@ class HierarchicalAdvantage(Model):
 
 class PythonAdvantage(Model):
     """A function of yours: `function(rewards, rollouts, **arguments)` gives one number for each of a group's
-    rewards, a numpy array."""
+    rewards, a numpy array. It is not asked about groups whose rewards are equal, which teach nothing."""
 
     type: Literal["python"]
     """Which advantage."""
@@ -126,7 +127,8 @@ class DivergencePenalty(Model):
     weight: float = Field(gt=0)
     """What one nat of it costs."""
     estimator: Literal["k1", "k2", "k3"] = "k1"
-    """With d = log μ − log π_ref of a sampled token. k1: d; k2: d²/2; k3: e^(−d) + d − 1."""
+    """With d = log μ − log π_ref of a sampled token, limited to ±20. k1: d; k2: d²/2; k3: e^(−d) + d − 1, in
+    a straight line where its slope would be below −20."""
 
 
 class Shaping(Model):

@@ -18,15 +18,19 @@ class Algorithm(Model):
     advantage: Advantage = untouched(GrpoAdvantage)
     """How much better a rollout is than others. A stage that changes it gives the whole advantage."""
     shaping: Shaping | None = None
-    """What rewards are changed by before rollouts are compared."""
+    """What rewards are changed by before rollouts are compared. A stage that changes it gives the whole
+    shaping, or null for none."""
     reference: Reference | None = None
-    """A model that is asked about what was sampled, or samples itself: a fixed reference, or a teacher."""
+    """A model that is asked about what was sampled, or samples itself: a fixed reference, or a teacher. A
+    stage that changes it gives the whole reference, or null for none."""
     curriculum: Curriculum | None = None
-    """Draw environments more often that are neither solved nor hopeless."""
+    """Draw environments more often that are neither solved nor hopeless. A stage that changes it gives the
+    whole curriculum, or null for none."""
     loss: Loss = untouched(AipoLoss)
     """What is minimised. A stage that changes it gives the whole loss."""
     distillation: Distillation = untouched(Distillation)
-    """Loss of what environments of `component: ref_kl` sampled."""
+    """Loss of what environments of `component: ref_kl` sampled. A stage that changes it gives the whole
+    section."""
     group_size: int = Field(default=8, ge=1)
     """Rollouts of one prompt; one where nothing is compared within a group."""
     batch_size: int = Field(default=128, ge=2)

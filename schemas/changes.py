@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from types import NoneType
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, create_model
+from pydantic import Field, SerializerFunctionWrapHandler, create_model, model_serializer
 
 from stackrl.schemas.base import Model
 
 
 class Change(Model):
     """What is changed of a section: every key may be left out."""
+
+    nullable: ClassVar[frozenset[str]] = frozenset()
+    """Keys that the section may lack: null, where it is written, takes them away."""
+
+    def says(self, key: str) -> bool:
+        """Whether ``key`` is changed."""
+        return key in self.model_fields_set and (getattr(self, key) is not None or key in self.nullable)
+
+    @model_serializer(mode="wrap")
+    def _as_written(self, whole: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """What is left out stays left out: as null it would be taken away when this is read again."""
+        return {key: value for key, value in whole(self).items() if key in self.model_fields_set}
 
 
 def partial(name: str, *models: type[Model], **sections: type[Change]) -> type[Change]:
@@ -26,7 +39,14 @@ def partial(name: str, *models: type[Model], **sections: type[Change]) -> type[C
         kind = sections.get(key, kind)
         fields.setdefault(key, (kind | None, Field(default=None, description=field.description)))
     changed = " or ".join(model.__name__ for model in models)
-    return create_model(name, __base__=Change, __doc__=f"Changes to {changed}.", **fields)
+    made = create_model(name, __base__=Change, __doc__=f"Changes to {changed}.", **fields)
+    made.nullable = frozenset(
+        key
+        for model in models
+        for key, field in model.model_fields.items()
+        if NoneType in get_args(field.annotation)
+    )
+    return made
 
 
 def changed(model: Model, change: Change | None) -> Model | dict[str, Any]:
@@ -36,7 +56,8 @@ def changed(model: Model, change: Change | None) -> Model | dict[str, Any]:
 
 def _merged(values: dict[str, Any], change: Change) -> dict[str, Any]:
     """``values`` of a section with ``change`` applied. Those of another `type` say nothing about the new."""
-    given = change.model_dump(exclude_none=True)
+    dumped = change.model_dump(exclude_unset=True)
+    given = {key: value for key, value in dumped.items() if change.says(key)}
     if given.get("type", values.get("type")) != values.get("type"):
         values = {}
     sections = {key: part for key in given if isinstance(part := getattr(change, key), Change)}

@@ -61,6 +61,9 @@ class Environment(Model):
     workers: int = Field(default=1, ge=1, le=64)
     """Processes that the rollouts of an environment run in which leads them itself: `swe`, `verifiers`, your
     own. Each of them runs many at once; one that dies or blocks is replaced."""
+    at_once: int | None = Field(default=None, ge=1)
+    """Rollouts in each worker at a time; others wait before their time begins. By default `swe` has 32, for
+    each of them holds a sandbox, and there is no bound for others."""
     id: str | None = Field(
         default=None, pattern=r"^([A-Za-z0-9._-]+/)?[A-Za-z0-9._-]+$", examples=["will/wordle"]
     )

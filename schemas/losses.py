@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue, Tag
 
-from stackrl.schemas.base import Model, variant
+from stackrl.schemas.base import Model, untouched, variant
 
 Normalize = Literal["token", "sequence", "constant"]
 Level = Literal["token", "sequence", "geometric"]
@@ -16,7 +16,8 @@ class Divergence(Model):
     """Divergence from a fixed reference, added to the loss of every token (arXiv 2402.03300).
 
     The reference is `algorithm.reference` where it is given, else the weights that the run began with, which
-    the trainer keeps; with LoRA these are the model without its adapters.
+    the trainer keeps; with LoRA these are the model without its adapters. Its slope along log π is limited to
+    ±20.
     """
 
     coefficient: float = Field(default=0.001, gt=0)
@@ -24,6 +25,9 @@ class Divergence(Model):
     estimator: Literal["k1", "k2", "k3"] = "k3"
     """With d = log π − log π_ref of a sampled token. k1: d, whose gradient is zero on average; k2: d²/2,
     whose gradient is that of the divergence; k3: e^(−d) + d − 1."""
+    reference: Literal["first_weights"] | None = None
+    """`first_weights` has to be said where supervised stages come before and `algorithm.reference` is not
+    given: the loss then pulls back to what the model was before these stages."""
 
 
 class Correction(Model):
@@ -37,6 +41,13 @@ class Correction(Model):
     low: float = Field(default=0.0, ge=0)
     """Smallest weight."""
     high: float = Field(default=2.0, gt=0)
+    """Largest weight."""
+
+
+class ProximalCorrection(Correction):
+    """Weight of what the engine sampled in the eyes of the proximal policy."""
+
+    high: float = Field(default=5.0, gt=0)
     """Largest weight."""
 
 
@@ -157,7 +168,7 @@ class DecoupledPpoLoss(_Loss):
     """How far below 1 the ratio counts."""
     clip_high: float = Field(default=0.2, gt=0)
     """How far above 1 the ratio counts."""
-    correction: Correction = Correction(high=5.0)
+    correction: ProximalCorrection = untouched(ProximalCorrection)
     """Bounds of w."""
 
 
@@ -282,7 +293,7 @@ Loss = Annotated[
 
 class Distillation(Model):
     """−keep · sg(log π_ref − log π) · (π/μ) + squared_log_ratio · (log π/μ)²: lowers the divergence of π from
-    a reference or teacher on what π samples."""
+    a reference or teacher on what π samples. log π_ref − log π is limited to ±20."""
 
     limit: float = Field(default=0.2, gt=0)
     """A token is left out whose probability has fallen by more than this."""

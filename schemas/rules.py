@@ -15,6 +15,7 @@ from stackrl.schemas import skypilot
 from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.problems import Path, Problem, at
+from stackrl.schemas.rules_of_arguments import arguments_agree, images_have_containers, judges_can_judge
 from stackrl.schemas.rules_of_data import (
     evaluations_need_engines,
     needs_engines,
@@ -31,7 +32,7 @@ from stackrl.schemas.rules_of_hardware import (
     own_machines_are_of_one_kind,
     own_machines_are_whole,
 )
-from stackrl.schemas.rules_of_losses import corrections_have_room, own_losses_are_named
+from stackrl.schemas.rules_of_losses import corrections_have_room, own_losses_are_named, references_are_meant
 from stackrl.schemas.rules_of_memory import accelerators_are_known, model_fits
 from stackrl.schemas.rules_of_mixtures import replay_has_routes
 from stackrl.schemas.rules_of_operation import (
@@ -42,6 +43,10 @@ from stackrl.schemas.rules_of_operation import (
     shared_checkpoints,
 )
 from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
+from stackrl.schemas.rules_of_repositories import (
+    rollouts_are_bounded_where_they_are_led,
+    tests_leave_time_to_work,
+)
 from stackrl.schemas.rules_of_scheduling import (
     environments_fit_batches,
     environments_replies_fit,
@@ -50,6 +55,7 @@ from stackrl.schemas.rules_of_scheduling import (
 )
 from stackrl.schemas.rules_of_signals import (
     curricula_have_a_choice,
+    curricula_see_all_groups,
     lone_rollouts_are_not_compared,
     overlong_begins_above_zero,
     reference_secrets_are_brought,
@@ -331,12 +337,18 @@ STACK_RULES = (
     environments_replies_fit,
     evaluations_train_nothing,
     held_out_ones_are_named,
+    tests_leave_time_to_work,
+    rollouts_are_bounded_where_they_are_led,
     steps_suffice,
     corrections_have_room,
     own_losses_are_named,
+    references_are_meant,
     schedules_fit,
     nesterov_has_momentum,
     environment_arguments,
+    arguments_agree,
+    judges_can_judge,
+    images_have_containers,
     rewards_are_known,
     packages_are_named,
     packages_do_not_collide,
@@ -354,6 +366,7 @@ STACK_RULES = (
     lone_rollouts_are_not_compared,
     overlong_begins_above_zero,
     curricula_have_a_choice,
+    curricula_see_all_groups,
     references_are_there,
     references_are_looked_at,
     references_are_whole,

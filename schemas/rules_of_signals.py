@@ -66,14 +66,26 @@ def curricula_have_a_choice(stack: Stack) -> Problems:
 
 
 @_once
+def curricula_see_all_groups(stack: Stack) -> Problems:
+    """Solve rates are of groups in batches; refill leaves out those that are always or never solved."""
+    for index, settings in _stages(stack):
+        if settings.algorithm.curriculum is not None and settings.algorithm.no_signal == "refill":
+            what = "it leaves out the groups that are always or never solved, which a curriculum has to count"
+            yield Problem(_written(stack, index, "no_signal"), what, "say keep, or remove the curriculum")
+
+
+@_once
 def references_are_there(stack: Stack) -> Problems:
-    """Who is punished for leaving a reference, or written for by one, has it."""
+    """Who is punished for leaving a reference, or learns from one, has it."""
     for index, settings in _stages(stack):
         reference, shaping = settings.algorithm.reference, settings.algorithm.shaping
         if shaping is not None and shaping.divergence is not None and reference is None:
             path = (*_written(stack, index, "shaping"), "divergence")
             yield Problem(path, "a divergence is one from a reference model, and there is none", _GIVE)
         for path, environment in _environments(stack, index, settings):
+            if environment.component == "ref_kl" and reference is None:
+                what = "there is no model that the answers could become like"
+                yield Problem((*path, "component"), what, _GIVE)
             if environment.sampled_by == "policy":
                 continue
             if reference is None or reference.endpoint is None:
@@ -166,7 +178,7 @@ def _environments(stack: Stack, index: int, settings: StageSettings) -> Iterator
 def _written(stack: Stack, index: int, key: str) -> Path:
     """Where a key of a stage's algorithm is written: in the stage, or in what it takes it from."""
     change = stack.stages[index].algorithm
-    if change is not None and getattr(change, key) is not None:
+    if change is not None and change.says(key):
         return at("stages", index, "algorithm", key)
     return at("algorithm", key)
 

@@ -149,13 +149,20 @@ def icepop(sequence: Sequence, low: float = 0.5, high: float = 5.0) -> Result:
     return by_token(sequence, token)
 
 
+def half_square(d: float) -> tuple[float, float]:
+    """A parabola between two straight lines, and its slope."""
+    if abs(d) <= LIMIT:
+        return d * d / 2, d
+    return LIMIT * abs(d) - LIMIT * LIMIT / 2, math.copysign(LIMIT, d)
+
+
 def penalised(sequence: Sequence, keep: Callable[[int], bool], gains: list[float], penalty: float) -> Result:
     d, free = sequence.log_ratios(), sequence.free()
 
     def token(t: int) -> tuple[float, float]:
         gain = math.exp(d[t]) * gains[t] * keep(t)
-        distance = sequence.logprobs[t] - sequence.engine[t]
-        return penalty * distance**2 - gain, 2 * penalty * distance - gain * free[t]
+        square, slope = half_square(sequence.logprobs[t] - sequence.engine[t])
+        return 2 * penalty * square - gain, 2 * penalty * slope - gain * free[t]
 
     return by_token(sequence, token)
 
@@ -191,7 +198,7 @@ def distillation(sequence: Sequence, limit: float = 0.2, penalty: float = 1e-3) 
     def keep(t: int) -> bool:
         return math.exp(sequence.logprobs[t]) - math.exp(sequence.engine[t]) >= -limit
 
-    gains = [r - p for r, p in zip(sequence.reference, sequence.logprobs, strict=True)]
+    gains = [within(r - p) for r, p in zip(sequence.reference, sequence.logprobs, strict=True)]
     return penalised(sequence, keep, gains, penalty)
 
 
@@ -236,8 +243,10 @@ def divergence(sequence: Sequence, estimator: str) -> Result:
             case "k1":
                 return d, 1.0
             case "k2":
-                return d * d / 2, d
-        limited = max(d, -LIMIT)
-        return math.exp(-limited) + limited - 1, (1 - math.exp(-limited)) * (d >= -LIMIT)
+                return half_square(d)
+        steepest = -math.log(1 + LIMIT)  # there the slope is −LIMIT
+        if d >= steepest:
+            return math.exp(-d) + d - 1, 1 - math.exp(-d)
+        return LIMIT + steepest - LIMIT * (d - steepest), -LIMIT
 
     return by_token(sequence, token)

@@ -38,3 +38,5 @@ def test_the_advantage_of_ones_own():
     names: dict = {}
     exec(code, names)
     assert names["ranked"](np.array([0.1, 0.9, 0.5]), [], scale=0.5).tolist() == [-0.5, 0.5, 0.0]
+    assert names["ranked"](np.array([0.0, 1.0, 0.0]), []).tolist() == [-0.5, 1.0, -0.5]
+    assert names["ranked"](np.zeros(4), []).tolist() == [0.0] * 4

@@ -47,6 +47,23 @@ BAD = {
     "a weight of a reward that is not there": changed(
         ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, rewards: {similarty: 1}")
     ),
+    "a range that begins with its end": changed(("letters: [3, 6]", "letters: [6, 3]")),
+    "an argument that goes with no other": changed(
+        ("type: reverse_text, args: {letters: [3, 6]}", "type: tool_use, args: {turns: 1}")
+    ),
+    "a judge that does not see the answer": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: dataset, args: {dataset: rows.jsonl, reward: {good: {judge: {endpoint: 'http://judge/v1', "
+            "model: m, prompt: 'Good?'}}}}",
+        )
+    ),
+    "repositories in images without containers": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: swe, args: {dataset: swe-bench-verified, sandbox: {type: bubblewrap}}",
+        )
+    ),
     "a group that is larger than a step": changed(
         ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, group_size: 65")
     ),
@@ -324,6 +341,15 @@ BAD |= {
         ("group_size: 8", "group_size: 8\n      shaping: {overlong: {limit: 5, buffer: 9}}"),
     ),
     "a curriculum without a choice": changed(("group_size: 8", "group_size: 8\n      curriculum: {}")),
+    "a curriculum that does not see what is left out": changed(
+        ("group_size: 8", "group_size: 8\n      curriculum: {}\n      no_signal: refill"),
+    ),
+    "answers that become like nothing": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, component: ref_kl"),
+    ),
+    "a divergence from what was before the supervised stage": changed(
+        ("ratio_cap: 2.0", "ratio_cap: 2.0, kl: {}"),
+    ),
     "a divergence from no reference": changed(
         ("group_size: 8", "group_size: 8\n      shaping: {divergence: {weight: 0.1}}"),
     ),

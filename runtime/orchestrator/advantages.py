@@ -53,9 +53,10 @@ def leave_one_out(group: Rewarded, settings: LeaveOneOutAdvantage) -> np.ndarray
 
 
 def max_rl(group: Rewarded, settings: MaxRlAdvantage) -> np.ndarray:
-    """Centred reward over the group's mean (arXiv 2602.02710); zero where that is not above zero."""
-    mean = group.rewards.mean()
-    return (group.rewards - mean) / mean if mean > 0 else np.zeros_like(group.rewards)
+    """Centred reward over the group's mean (arXiv 2602.02710); zero where that is not above zero, or no more
+    than what is left of rewards that cancel each other out."""
+    mean, most = group.rewards.mean(), np.abs(group.rewards).max()
+    return (group.rewards - mean) / mean if mean > _EPSILON * most else np.zeros_like(group.rewards)
 
 
 def hierarchical(group: Rewarded, settings: HierarchicalAdvantage) -> np.ndarray:
@@ -79,11 +80,12 @@ def hierarchical(group: Rewarded, settings: HierarchicalAdvantage) -> np.ndarray
 def own(group: Rewarded, settings: PythonAdvantage) -> np.ndarray:
     """What the user's function says. Raises BadInput where that is not a finite number for each rollout."""
     try:
-        said = own_function(settings)(group.rewards.copy(), group.rollouts, **settings.arguments)
+        rollouts = tuple(group.rollouts)  # in an order that it cannot change
+        said = own_function(settings)(group.rewards.copy(), rollouts, **settings.arguments)
         result = np.asarray(said, dtype=np.float64)
     except BadInput:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise BadInput(f"the advantage {settings.path} failed: {type(error).__name__}: {error}") from error
     if result.shape != group.rewards.shape or not np.isfinite(result).all():
         raise BadInput(
@@ -140,6 +142,7 @@ IN_GROUP: dict[str, InGroup] = {
     "leave_one_out": leave_one_out,
     "max_rl": max_rl,
     "hierarchical": hierarchical,
+    "python": own,
 }
 """Advantages that compare the rollouts of a group, and are zero where their rewards are equal."""
 OVERALL: dict[str, Overall] = {"reinforce_plus_plus": reinforce_plus_plus, "rae": rae}
@@ -159,8 +162,6 @@ def advantages(
         return []
     if settings.type in OVERALL:
         return OVERALL[settings.type](groups, settings, {} if baselines is None else baselines)
-    if settings.type == "python":
-        return [own(group, settings) for group in groups]
     function = IN_GROUP[settings.type]
     return [
         function(group, settings) if has_signal(group.rewards) else np.zeros_like(group.rewards)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -12,6 +13,8 @@ from stackrl.runtime.data.files import DataError, find, fingerprint, read
 from stackrl.runtime.data.store import Halted, Store, make_store
 from stackrl.runtime.data.tokens import Tokenizing
 from stackrl.runtime.environments import make
+from stackrl.runtime.environments.base import Environment
+from stackrl.runtime.environments.workers import InWorkers
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.datasets import Dataset, parts, store_folder
@@ -19,7 +22,7 @@ from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.run import RunFolder
 from stackrl.schemas.data import Data
 from stackrl.schemas.stack import Stack, settings_of
-from stackrl.schemas.stages import Stage, SupervisedStage
+from stackrl.schemas.stages import RlStage, Stage, SupervisedStage
 
 
 @dataclass
@@ -62,12 +65,20 @@ class Reading:
         return made
 
     def _make_environments(self, stages: Sequence[Stage]) -> None:
-        """What is wrong with one is told now, not when its stage begins; data sets are fetched meanwhile."""
-        used = [settings_of(self.stack, s).environments for s in stages if getattr(s, "data", None) is None]
-        if self.stack.evaluate is not None:
-            used.append(self.stack.evaluate.environments)
-        for environment in itertools.chain(*used):
+        """What is wrong with one is told now, not when its stage begins; data sets are fetched meanwhile, and
+        sandboxes and judges tried."""
+        shown = [s for s in stages if isinstance(s, SupervisedStage) and s.data is None]
+        for environment in itertools.chain(*(settings_of(self.stack, s).environments for s in shown)):
             make(environment)
+        rolled_out = [settings_of(self.stack, s).environments for s in stages if isinstance(s, RlStage)]
+        if self.stack.evaluate is not None:
+            rolled_out.append(self.stack.evaluate.environments)
+        tried = set()
+        for environment in itertools.chain(*rolled_out):
+            made = make(environment)
+            if (same := str([environment.type, environment.args])) not in tried:
+                tried.add(same)
+                asyncio.run(_try(made, environment.name))
 
     def _make(self, stage: SupervisedStage, data: Data, folder: Path) -> None:
         files = find(data.path)
@@ -91,3 +102,12 @@ class Reading:
                     f"the files of stage {stage}, which has begun, hold something else than when it began; "
                     "put back what they were, or start a new run"
                 )
+
+
+async def _try(environment: Environment, name: str) -> None:
+    """What rollouts need, once, where the environment can tell. Raises OrchestratorError: another machine,
+    or the same one later, may have it."""
+    try:
+        await (environment.try_start() if isinstance(environment, InWorkers) else environment.start())
+    except Exception as error:
+        raise OrchestratorError(f"environment {name!r} cannot be used: {error}") from error

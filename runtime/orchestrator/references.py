@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 
 import msgspec
 import numpy as np
@@ -81,15 +81,17 @@ class References:
         """
         if self._settings is None or rollout.environment not in self._asked_about:
             return rollout
-        try:
+        with _faults_in_words(rollout.environment):
             samples = await asyncio.gather(*(self._sample(sample, draw) for sample in rollout.samples))
-        except ReferenceRefused as error:
-            raise RolloutError(f"{rollout.environment}: its reference: {error}") from error
-        except ReferenceMisnamed as error:
-            raise BadInput(str(error)) from error
-        except ReferenceFailed as error:
-            raise OrchestratorError(str(error)) from error
         return msgspec.structs.replace(rollout, samples=samples)
+
+    def reads_more(self, draw: Draw) -> int:
+        """Tokens by which a sequence of the task has to be shorter than what the run's engines hold, because
+        one of them is asked about it with the demonstration in it."""
+        if self._settings is None or self._server is not None or draw.name not in self._asked_about:
+            return 0
+        own, shown = self._prompts(draw)
+        return len(shown) - len(own) + 1  # one more is sampled, which nobody needs
 
     async def _sample(self, sample: Sample, draw: Draw) -> Sample:
         if sample.temperature != 1.0:
@@ -97,7 +99,8 @@ class References:
                 f"a reference tells logprobs at temperature 1, and {sample.environment} is sampled at "
                 f"{sample.temperature:g}; say sampling: {{temperature: 1.0}}"
             )
-        tokens = sample.tokens.tolist()
+        sampled = np.flatnonzero(sample.loss_mask)
+        tokens = sample.tokens[: sampled[-1] + 1].tolist()  # what was said after the last answer was not read
         own, shown = self._prompts(draw) if self._settings.demonstration else ([], [])
         if tokens[: len(own)] != own:
             raise RolloutError(
@@ -105,8 +108,7 @@ class References:
                 "no demonstration can be put into it"
             )
         logprobs = await self._logprobs(sample.group, shown + tokens[len(own) :])
-        reference = np.zeros(len(tokens), dtype="<f4")
-        sampled = np.flatnonzero(sample.loss_mask)
+        reference = np.zeros(len(sample.tokens), dtype="<f4")
         reference[sampled] = logprobs[sampled + len(shown) - len(own)]
         return msgspec.structs.replace(sample, reference=reference)
 
@@ -139,14 +141,28 @@ class References:
         request: str,
         routes_from: int,
     ) -> Generation:
-        return await self._server.generate(
-            tokens,
-            max_tokens=max_tokens,
-            temperature=temperature,
-            seed=seed,
-            stop=stop,
-            version=self._engines.version,
-        )
+        with _faults_in_words(f"answer {request}"):
+            return await self._server.generate(
+                tokens,
+                max_tokens=max_tokens,
+                temperature=temperature,
+                seed=seed,
+                stop=stop,
+                version=self._engines.version,
+            )
+
+
+@contextmanager
+def _faults_in_words(whose: str) -> Iterator[None]:
+    """RolloutError for what is wrong with ``whose`` request, OrchestratorError for what all would meet."""
+    try:
+        yield
+    except ReferenceRefused as error:
+        raise RolloutError(f"{whose}: its reference: {error}") from error
+    except ReferenceMisnamed as error:
+        raise BadInput(str(error)) from error
+    except ReferenceFailed as error:
+        raise OrchestratorError(str(error)) from error
 
 
 def demonstrated(draw: Draw) -> list[Message]:

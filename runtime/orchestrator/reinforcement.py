@@ -4,9 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
+from stackrl.runtime.environments.workers import WorkerLost
+from stackrl.runtime.environments.workers.parties import WorkerRefused
+from stackrl.runtime.environments.workers.pool import LONGEST_WAIT
+from stackrl.runtime.inference.client import EngineLost
 from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.orchestrator.admission import Admission
 from stackrl.runtime.orchestrator.chat import Chat
@@ -21,12 +28,13 @@ from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.orchestrator.signals import Signals
 from stackrl.runtime.orchestrator.tasks import Draw, Mix
 from stackrl.runtime.orchestrator.training import Training, Work
+from stackrl.runtime.orchestrator.tries import TRIES, seeds_of_try
 from stackrl.schemas.stack import Stack, StageSettings, environment_settings
 from stackrl.schemas.stages import RlStage
 
-TRIES = {"retry": 2, "drop": 1}
-"""Times that a rollout is begun before its group goes on without it, by its environment's `failures`."""
 _RETRY_AFTER = 1.0
+_ONE_CAUSE = 10.0
+"""Seconds within which rollouts that lose the same engine or worker count as one failure."""
 _BATCHES_REPLACED = 10
 """Groups, in batches, that may be dropped and replaced in one step before the run gives up."""
 _PLANNED_TOGETHER = 16
@@ -61,6 +69,7 @@ class Reinforcement:
         self._settings = environment_settings(settings)
         """Of each environment, by its name, and so are the next two."""
         self._limits = {e.name: Limits.of(stack, stage, e) for e in settings.environments}
+        self._longest_sequence = stack.inference.max_model_length
         self._tries = {e.name: TRIES[e.failures] for e in settings.environments}
         self._chat, self._engines, self._journal = chat, engines, journal
         self._training, self._sink = training, sink
@@ -79,10 +88,16 @@ class Reinforcement:
         self._finished: dict[int, FinishedGroup] = {}
         self._dropped: Counter[str] = Counter()
         """Rollouts dropped since the last batch, by reason."""
+        self._waves = math.ceil(
+            (algorithm.max_staleness + 1) * algorithm.batch_size / stack.inference.max_requests
+        )
+        """Turns that all rollouts under way take on one engine."""
         self._longest_wait = 2 * engines.update_limit + ENGINE_LIMIT + max(map(self._longest, self._limits))
         self._replaced: Counter[str] = Counter()
         """Rollouts of the groups dropped since the last batch, by reason, as planned."""
         self._failures_in_a_row = 0
+        self._lost = ("", -math.inf)
+        """Of what rollouts lost their engine or worker last, and when they did."""
         self._room = asyncio.Event()
         """Set when a group may have become admissible."""
         self._arrived = asyncio.Event()
@@ -149,17 +164,21 @@ class Reinforcement:
         group = FinishedGroup(plan, rollouts)
         if not self._signals.usable(group):
             await self._drop(group, "failed")
-        elif self._algorithm.no_signal == "refill" and not self._signals.teaches(group):
+        elif self._algorithm.no_signal == "refill" and not await self._teaches(group):
             await self._drop(group, "no_signal")
         else:
             self._finished[plan.id] = group
         self._arrived.set()
 
+    async def _teaches(self, group: FinishedGroup) -> bool:
+        return await self._signals.in_time(self._signals.teaches, group)
+
     async def _roll_out(self, plan: Plan, draw: Draw, number: int) -> Rollout | None:
         """One rollout of the group's task; None where it failed every time."""
-        seeds = draw.seeds.branch("sample", number)
-        what = Assignment(plan.id, number, draw.name, draw.environment, draw.task, seeds)
-        for left in reversed(range(self._tries[draw.name])):
+        own, tries = draw.seeds.branch("sample", number), self._tries[draw.name]
+        for left in reversed(range(tries)):
+            seeds = seeds_of_try(own, tries - 1 - left)
+            what = Assignment(plan.id, number, draw.name, draw.environment, draw.task, seeds)
             try:
                 rollout = await self._complete(what, draw)
             except RolloutError as error:
@@ -184,8 +203,11 @@ class Reinforcement:
     async def _complete(self, what: Assignment, draw: Draw) -> Rollout:
         """A rollout with all that it is trained by. Raises RolloutError."""
         references = self._references
-        engines = references if references.writes_for(what.name) else self._engines
-        rollout = await roll_out_somewhere(what, self._chat, engines, self._limits[what.name])
+        teacher, limits = references.writes_for(what.name), self._limits[what.name]
+        longest = self._longest_sequence - references.reads_more(draw)
+        limits = replace(limits, sequence=min(limits.sequence, longest))
+        engines = references if teacher else self._engines
+        rollout = await roll_out_somewhere(what, self._chat, engines, limits, at_leisure=teacher)
         return await references.told(rollout, draw)
 
     async def _next_batch(self) -> list[FinishedGroup]:
@@ -223,19 +245,22 @@ class Reinforcement:
         self._admission.seal(ids)
         for group in ids:
             del self._finished[group]
-        lesson = await asyncio.to_thread(self._signals.lesson, groups, self._before)
-        record = rl_record(groups, self._training.step, self._dropped) | lesson.record
-        self._dropped.clear()
+        step = self._training.step
+        self._training.progress.doing(f"comparing rollouts of stage {self._stage.name}, RL step {step}")
+        dropped, self._dropped = self._dropped, Counter()
         self._replaced.clear()
+        lesson = await self._signals.in_time(self._signals.lesson, groups, self._before)
+        record = await asyncio.to_thread(rl_record, groups, step, dropped)
+        record |= lesson.record
         await self._training.take(Work(self._stage, stage_step, lesson.samples, groups, record))
         self._before = record
         self._admission.applied()
         self._room.set()
 
     def _longest(self, environment: str) -> float:
-        """Seconds that a group may take whose rollouts all fail, one after the other."""
+        """Seconds that a group may take whose rollouts all fail; they run at once as far as engines allow."""
         once = self._limits[environment].seconds + self._references.limit + _RETRY_AFTER
-        return self._tries[environment] * self._settings[environment].group_size * once
+        return self._tries[environment] * (self._waves * once + LONGEST_WAIT)
 
     def _staleness(self, group: FinishedGroup) -> int:
         return self._training.step - group.oldest_step
@@ -264,6 +289,12 @@ class Reinforcement:
         self._room.set()
 
     def _count_failure(self, error: RolloutError) -> None:
+        """What many rollouts lose together is one failure: a worker that dies, or does not start."""
+        if isinstance(error.__cause__, EngineLost | WorkerLost | WorkerRefused):
+            lost, now = (str(error.__cause__), time.monotonic()), time.monotonic()
+            before, self._lost = self._lost, lost
+            if lost[0] == before[0] and now - before[1] < _ONE_CAUSE:
+                return
         self._failures_in_a_row += 1
         if self._failures_in_a_row >= 2 * self._algorithm.batch_size:
             raise OrchestratorError(

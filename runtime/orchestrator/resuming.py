@@ -74,10 +74,10 @@ async def take_up(
     """Settle what an orchestrator that was killed left half done."""
     last = journal.batch(training.index - 1)
     if last is not None and training.index > _recorded(run):
-        await training.write_down_again(_work(last, stack, chat, run, journal), last.step)
+        await training.write_down_again(await _work(last, stack, chat, run, journal), last.step)
     saving.take_up(training.index, training.is_saved(training.index))
     if (sealed := journal.sealed()) is not None:
-        await training.settle(_work(sealed, stack, chat, run, journal))
+        await training.settle(await _work(sealed, stack, chat, run, journal))
 
 
 def _recorded(run: RunFolder) -> int:
@@ -87,10 +87,11 @@ def _recorded(run: RunFolder) -> int:
     return reader.history.done
 
 
-def _work(batch: SealedBatch, stack: Stack, chat: Chat, run: RunFolder, journal: Journal) -> Work:
+async def _work(batch: SealedBatch, stack: Stack, chat: Chat, run: RunFolder, journal: Journal) -> Work:
     """The work of a batch as it was when it was sealed."""
     stage = next(stage for stage in stack.stages if stage.name == batch.stage)
     if stage.type == "supervised":
         return replace(source_of(stage, stack, chat, run).work(batch.stage_step), record=batch.record)
-    lesson = Signals(settings_of(stack, stage)).lesson(batch.groups, journal.record_before(batch.index))
+    signals, before = Signals(settings_of(stack, stage)), journal.record_before(batch.index)
+    lesson = await signals.in_time(signals.lesson, batch.groups, before)
     return Work(stage, batch.stage_step, lesson.samples, batch.groups, batch.record)

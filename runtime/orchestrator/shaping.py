@@ -9,8 +9,9 @@ import numpy as np
 from stackrl.runtime.orchestrator.groups import Rollout
 from stackrl.schemas.advantages import DivergencePenalty, LengthPenalty, Overlong, Shaping
 
-_LOG_RATIO_LIMIT = 20.0
-"""Beyond it a token's log-ratio counts as this much: a single one must not decide over a rollout's reward."""
+_LIMIT = 20.0
+"""Beyond it a token's log-ratio counts as this much, and k3 grows no faster than this with it: a single token
+must not decide over a rollout's reward."""
 
 
 def shaped(rollouts: Sequence[Rollout], shaping: Shaping | None) -> np.ndarray:
@@ -54,7 +55,7 @@ def divergence(rollout: Rollout, settings: DivergencePenalty) -> float:
             raise ValueError(f"rollout {rollout.id} has no logprobs of a reference")
         sampled = sample.loss_mask > 0
         ratio = (sample.logprobs[sampled].astype(np.float64) - sample.reference[sampled]).clip(
-            -_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT
+            -_LIMIT, _LIMIT
         )
         match settings.estimator:
             case "k1":
@@ -62,5 +63,6 @@ def divergence(rollout: Rollout, settings: DivergencePenalty) -> float:
             case "k2":
                 total += (ratio**2 / 2).sum()
             case "k3":
-                total += (np.exp(-ratio) + ratio - 1).sum()
+                near = ratio.clip(-np.log1p(_LIMIT), None)
+                total += (np.exp(-near) + near - 1 + _LIMIT * (near - ratio)).sum()
     return settings.weight * float(total)

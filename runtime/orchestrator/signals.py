@@ -6,10 +6,10 @@ the journal keeps. So it is the same after a restart, goes back with a rollback,
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 import numpy as np
@@ -19,15 +19,27 @@ from stackrl.runtime.orchestrator.advantages import (
     advantages,
     own_function,
 )
+from stackrl.runtime.orchestrator.beside import beside
 from stackrl.runtime.orchestrator.curriculum import shares, solve_rates
-from stackrl.runtime.orchestrator.groups import FinishedGroup, has_signal
+from stackrl.runtime.orchestrator.errors import BadInput
+from stackrl.runtime.orchestrator.groups import FinishedGroup
 from stackrl.runtime.orchestrator.shaping import shaped
 from stackrl.runtime.transport.messages import CE, REF_KL, RL, Sample
 from stackrl.schemas.advantages import compares
-from stackrl.schemas.stack import EnvironmentSettings, StageSettings, environment_settings
+from stackrl.schemas.stack import (
+    EnvironmentSettings,
+    Stack,
+    StageSettings,
+    environment_settings,
+    settings_of,
+)
+from stackrl.schemas.stages import RlStage
 
 BASELINE, SOLVE_RATE = "baseline/", "solve_rate/"
 """Beginnings of the keys of a record that are remembered; the name of an environment follows."""
+LIMIT = 300.0
+"""Seconds within which the rollouts of a batch are compared."""
+Judgement = TypeVar("Judgement")
 _COMPONENTS = {"rl": RL, "ce": CE, "ref_kl": REF_KL}
 
 
@@ -47,9 +59,21 @@ class Signals:
         self._algorithm = settings.algorithm
         self._of = environment_settings(settings)
         self._weights = {e.name: e.weight for e in settings.environments}
-        for environment in self._of.values():
-            if environment.advantage.type == "python":
-                own_function(environment.advantage)
+        functions = [e.advantage for e in self._of.values() if e.advantage.type == "python"]
+        for advantage in functions:
+            own_function(advantage)
+        self._own = " or ".join(dict.fromkeys(advantage.path for advantage in functions))
+
+    async def in_time(self, judgement: Callable[..., Judgement], *arguments: object) -> Judgement:
+        """What ``judgement``, one of the methods below, says; the event loop does not wait for it.
+
+        Raises BadInput where it does not come back, as a function of the user may.
+        """
+        try:
+            return await beside(LIMIT, judgement, *arguments)
+        except TimeoutError:
+            whose = f"the advantage {self._own}" if self._own else "advantages"
+            raise BadInput(f"{whose} did not come back within {LIMIT:g} s; make it faster") from None
 
     def usable(self, group: FinishedGroup) -> bool:
         """Whether enough of the group is left to learn from."""
@@ -58,7 +82,11 @@ class Signals:
 
     def teaches(self, group: FinishedGroup) -> bool:
         """Whether there is anything to learn from the group, which is usable."""
-        return self._signal(group, self._rewarded(group))
+        settings = self._of[group.plan.environment]
+        if not _compared(settings):
+            return True
+        [values] = advantages([self._rewarded(group)], settings.advantage)
+        return bool(values.any())
 
     def shares(self, before: Mapping[str, Any]) -> dict[str, float] | None:
         """What environments are drawn by after the batch of record ``before``, if not their weights."""
@@ -80,10 +108,15 @@ class Signals:
             for rollout, advantage in zip(group.rollouts, values[group.plan.id], strict=True)
             for sample in rollout.samples
         ]
-        return Lesson(samples, self._record(groups, worth, baselines, before))
+        record = self._record(groups, worth, baselines, before)
+        return Lesson(samples, {"group_signal": self._signal(groups, values)} | record)
 
-    def _signal(self, group: FinishedGroup, worth: Rewarded) -> bool:
-        return not _compared(self._of[group.plan.environment]) or has_signal(worth.rewards)
+    def _signal(self, groups: Sequence[FinishedGroup], values: Mapping[int, Sequence[float]]) -> float:
+        """The share of groups that teach something."""
+        return fmean(
+            float(not _compared(self._of[group.plan.environment]) or any(values[group.plan.id]))
+            for group in groups
+        )
 
     def _rewarded(self, group: FinishedGroup) -> Rewarded:
         """Shaped where the reward is what is learnt from."""
@@ -119,8 +152,7 @@ class Signals:
         baselines: Mapping[str, float],
         before: Mapping[str, Any],
     ) -> dict[str, float]:
-        record = {"group_signal": fmean(float(self._signal(group, worth[group.plan.id])) for group in groups)}
-        record |= {BASELINE + name: value for name, value in baselines.items()}
+        record = {BASELINE + name: value for name, value in baselines.items()}
         if self._algorithm.shaping is not None:
             record["reward_shaped"] = fmean(
                 reward for group in groups for reward in worth[group.plan.id].rewards.tolist()
@@ -130,6 +162,13 @@ class Signals:
             rates = solve_rates(rollouts, _remembered(before, SOLVE_RATE), self._algorithm.curriculum)
             record |= {SOLVE_RATE + name: rate for name, rate in rates.items()}
         return record
+
+
+def look_for_own_functions(stack: Stack) -> None:
+    """Those that advantages of any stage name. Raises BadInput where one is not there."""
+    for stage in stack.stages:
+        if isinstance(stage, RlStage):
+            Signals(settings_of(stack, stage))
 
 
 def _compared(settings: EnvironmentSettings) -> bool:

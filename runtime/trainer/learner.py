@@ -40,7 +40,7 @@ class Learner:
         """``publisher``: where rank 0 leaves weights for the engines; the other ranks have none.
         ``reference``: tells what losses compare with, where the orchestrator does not.
 
-        Raises OwnCodeError where a loss of the user's own is not there.
+        Raises OwnCodeError where a loss of the user's own is not there, or fails.
         """
         self.model = model
         self.progress = Progress()
@@ -130,7 +130,7 @@ def _objective(stage: Stage, settings: StageSettings) -> Objective:
     if isinstance(stage, RlStage):
         algorithm = settings.algorithm
         return Objective(
-            losses.make(algorithm.loss),
+            losses.make(algorithm.loss, refers=algorithm.reference is not None),
             algorithm.loss.normalize,
             settings.sampling.max_tokens,
             refers=compares_with_reference(settings),

@@ -139,6 +139,12 @@ def test_max_rl_of_a_mean_below_zero_teaches_nothing():
     assert of(MAX_RL, [-1.0, 0.5], [-1.0, 1.0]) == [[0.0, 0.0], [0.0, 0.0]]
 
 
+@pytest.mark.parametrize("noise", [[0.1, 0.2, -0.3, 0.0], [0.3, -0.1, -0.2], [1e9, 1e-3, -1e9]])
+def test_max_rl_of_rewards_that_cancel_each_other_out_teaches_nothing(noise):
+    """Their mean is what rounding leaves of it, which is no measure."""
+    assert of(MAX_RL, noise, [-r for r in noise]) == [[0.0] * len(noise)] * 2
+
+
 @several
 @given(GROUPS)
 def test_reinforce_plus_plus_whitens_the_batch(groups):
@@ -242,6 +248,17 @@ def ranked(rewards, rollouts, *, scale):
 def short(rewards, rollouts):
     return rewards[1:]
 
+def sorting(rewards, rollouts):
+    rollouts.sort(key=lambda rollout: -rollout.reward)
+    return rewards
+
+def sorted_copy(rewards, rollouts):
+    best = sorted(rollouts, key=lambda rollout: -rollout.reward)[0]
+    return [float(rollout is best) for rollout in rollouts]
+
+def leaving(rewards, rollouts):
+    raise SystemExit(0)
+
 def endless(rewards, rollouts):
     return rewards / 0.0 * 0
 
@@ -262,6 +279,20 @@ def own(tmp_path):
 
 def test_an_advantage_of_the_user(own):
     assert of(own("ranked", scale=2), [0.5, 0.1, 0.9], [1.0, 0.0]) == [[2.0, 0.0, 4.0], [2.0, 0.0]]
+    assert of(own("sorted_copy"), [0.5, 0.1, 0.9], [1.0, 0.0]) == [[0.0, 0.0, 1.0], [1.0, 0.0]]
+
+
+def test_an_advantage_of_the_user_is_zero_where_rewards_are_equal(own):
+    """A rank of equal numbers is their order, and nothing that one could learn from."""
+    assert of(own("ranked", scale=2), [0.5] * 3, [0.0, 1.0]) == [[0.0] * 3, [0.0, 2.0]]
+    assert not np.signbit(of(own("broken"), [1.0, 1.0])).any()
+
+
+def test_an_advantage_of_the_user_cannot_change_the_order_of_rollouts(own):
+    groups = rewarded([0.5, 0.1, 0.9])
+    with pytest.raises(BadInput):
+        advantages(groups, own("sorting"))
+    assert [rollout.number for rollout in groups[0].rollouts] == [0, 1, 2]
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -270,7 +301,9 @@ def test_an_advantage_of_the_user(own):
     [
         ("short", "must give one finite number for each"),
         ("endless", "must give one finite number for each"),
-        ("broken", "failed: IndexError: list index out of range"),
+        ("broken", "failed: IndexError: tuple index out of range"),
+        ("sorting", "AttributeError: 'tuple' object has no attribute 'sort'"),
+        ("leaving", "failed: SystemExit"),
         ("missing", "has no missing"),
         ("nothing", "is int, not a function"),
     ],
@@ -287,4 +320,4 @@ def test_each_type_of_the_language_is_registered():
         for model in vars(module).values()
         if isinstance(model, type) and model.__name__.endswith("Advantage")
     }
-    assert types == {*IN_GROUP, *OVERALL, "python"} and len(types) == 7
+    assert types == {*IN_GROUP, *OVERALL} and len(types) == 7

@@ -20,6 +20,7 @@ from small_runs import (
 from whole_runs import PROMPTS, algorithm, run_all
 
 from stackrl.runtime.orchestrator.errors import OrchestratorError, first_cause
+from stackrl.runtime.orchestrator.seeds import Seeds, turn_seed
 from stackrl.runtime.transport.messages import Span, Version
 
 pytestmark = pytest.mark.usefixtures("quick")
@@ -29,17 +30,21 @@ async def test_failed_rollouts_are_retried_then_shrink_their_group(tmp_path):
     run = make_run(tmp_path)
     engine = FakeEngine(reversed_badly)
     failed: list[str] = []
+    seeds: list[int] = []
 
     def fail_some(request):
         group, number, *_ = request["id"].split("-")
         if request["temperature"] and number == "3" and int(group) % 2:
             failed.append(group)
+            seeds.extend([request["seed"]] if group == "1" else [])
             refuse(request)
 
     engine.fault = fail_some
     trainer = FakeTrainer(run, TOKEN)
     await run_all(run, trainer, engine)
     assert failed.count("1") == 2, "once, and once more"
+    first = turn_seed(Seeds(3).branch("rl", "main", "prompt", 1, "sample", 3), 0)
+    assert seeds[0] == first != seeds[1], "the second time by a seed of its own"
     rl = lines(run.metrics)[2:]
     assert sum(m["rollouts"] for m in rl) == 6 * 16 - 12
     for batch in trainer.steps()[2:]:

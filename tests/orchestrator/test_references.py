@@ -242,6 +242,72 @@ async def test_what_a_reference_refuses_is_dropped_and_counted(tmp_path):
     assert "its reference" in dropped[0]["error"] and "it is too long" in dropped[0]["error"]
 
 
+@pytest.mark.parametrize(
+    ("status", "kind", "why"), [(404, BadInput, "it is unknown"), (503, OrchestratorError, "did not answer")]
+)
+async def test_a_teacher_that_does_not_write_ends_the_run(tmp_path, status, kind, why):
+    """It is told, and not dropped group by group: beside another environment the run would go on without."""
+
+    def refuses(body):
+        return web.Response(status=status, text="it is unknown")
+
+    async with teacher(refuses=refuses) as (url, _):
+        reference = {"endpoint": url, "model": "t", "timeout": 0.5}
+        taught = WORDS | {"name": "taught", "component": "ce", "sampled_by": "reference"}
+        run = make_run(
+            tmp_path,
+            algorithm=STACK["algorithm"] | {"reference": reference},
+            environments=[taught, WORDS | {"weight": 3}],
+            sampling={"max_tokens": 9, "timeout": 0.3},
+        )
+        with pytest.raises(ExceptionGroup) as caught:
+            await run_all(run, FakeTrainer(run, TOKEN), FakeEngine(reversed_badly))
+    cause = first_cause(caught.value)
+    assert isinstance(cause, kind) and url in str(cause) and why in str(cause)
+
+
+async def test_what_a_teacher_refuses_to_write_is_a_failed_rollout():
+    async with (
+        serving(FakeEngine(reversed_badly)) as engines,
+        teacher(refuses=lambda body: web.Response(status=400, text="too long")) as (url, _),
+    ):
+        own = settings(WORDS | {"component": "ce", "sampled_by": "reference"}, endpoint=url, model="t")
+        references = References(own, chat(), engines)
+        with pytest.raises(RolloutError, match=r"its reference: .* too long"):
+            await rolled(own, references)
+        await references.close()
+
+
+async def test_sequences_leave_room_for_the_demonstration(tmp_path):
+    """Those that would not fit into the engine with it are shorter, and none is lost."""
+    tries = TRIES | {"component": "ref_kl"}
+    algorithm = STACK["algorithm"] | {"reference": {"demonstration": True}}
+    engine = FakeEngine(lambda prompt, rng: chat().answer("abc"))
+    own = settings(TRIES, demonstration=True)
+    references = References(own, chat(), None)
+    draw = Mix(own.environments, Seeds(0)).draw(0)
+    more = len(chat().prompt(demonstrated(draw))) - len(chat().prompt(draw.task.messages)) + 1
+    assert references.reads_more(draw) == more > 1
+    longest = len(chat().prompt(draw.task.messages)) + more + 20
+    run = make_run(
+        tmp_path,
+        algorithm=algorithm,
+        environments=[tries],
+        inference={"max_model_length": longest},
+        evaluate={"prompts": 2},
+        stages=[{"name": "main", "type": "rl", "steps": 2}],
+    )
+    await run_all(run, FakeTrainer(run, TOKEN), engine)
+    assert engine.asked and max(map(len, engine.asked)) < longest
+    assert not [event for event in lines(run.events) if event["event"] == "dropped"]
+
+
+def test_a_server_of_its_own_shortens_nothing():
+    for own in (settings(TRIES), settings(TRIES, endpoint="http://a:1", model="t", demonstration=True)):
+        draw = Mix(own.environments, Seeds(0)).draw(0)
+        assert References(own, chat(), None).reads_more(draw) == 0
+
+
 async def test_a_reference_that_is_not_there_ends_the_run(tmp_path):
     url = f"http://127.0.0.1:{free_port()}"
     reference = {"endpoint": url, "model": "t", "timeout": 0.2}

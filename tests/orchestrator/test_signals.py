@@ -8,13 +8,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_runs import STACK
 
+from stackrl.runtime.orchestrator import signals as module
 from stackrl.runtime.orchestrator.batching import Place
 from stackrl.runtime.orchestrator.curriculum import shares, solve_rates
 from stackrl.runtime.orchestrator.errors import BadInput
 from stackrl.runtime.orchestrator.groups import FinishedGroup, Plan, Rollout
 from stackrl.runtime.orchestrator.journal import Journal
 from stackrl.runtime.orchestrator.seeds import Seeds
-from stackrl.runtime.orchestrator.signals import Signals
+from stackrl.runtime.orchestrator.signals import Signals, look_for_own_functions
 from stackrl.runtime.orchestrator.tasks import Mix
 from stackrl.runtime.transport.messages import CE, REF_KL, RL, Sample, Span, Version
 from stackrl.schemas.advantages import Curriculum
@@ -112,6 +113,59 @@ def test_what_is_usable_and_what_teaches():
         assert signals.lesson(half, {}).record["group_signal"] == 1.0
         assert signals.usable(group(0, [1.0])) and not signals.usable(group(0, []))
         assert signals.teaches(group(0, [1.0, 1.0]))
+
+
+def test_a_signal_is_an_advantage_that_is_not_zero():
+    """Rewards that differ teach nothing where the advantage does not compare them."""
+    signals = Signals(settings(advantage={"type": "max_rl"}))
+    below = group(0, [-1.0, -0.5])
+    assert not signals.teaches(below) and signals.teaches(group(1, [1.0, 0.5]))
+    assert signals.lesson([below, group(1, [1.0, 0.5])], {}).record["group_signal"] == 0.5
+    signals = Signals(settings(advantage={"type": "hierarchical"}))
+    agents = group(0, [0.0, 0.0, 1.0, 1.0])
+    for rollout, agent in zip(agents.rollouts, [0.0, 0.0, 1.0, 1.0], strict=True):
+        rollout.metrics["agent"] = agent
+    assert not signals.teaches(agents)
+    agents.rollouts[3].metrics["agent"] = 0.0
+    assert signals.teaches(agents)
+    signals = Signals(settings(advantage={"type": "reinforce_plus_plus", "baseline": "group"}))
+    assert not signals.teaches(group(0, [1.0, 1.0])) and signals.teaches(group(0, [1.0, 0.0]))
+
+
+@pytest.fixture
+def own(tmp_path):
+    """Advantages of the user's own, and how they are named."""
+    (tmp_path / "own.py").write_text(
+        "import time\n"
+        "def picky(rewards, rollouts):\n    return (rewards > 2) * 1.0\n"
+        "def endless(rewards, rollouts):\n    time.sleep(600)\n"
+    )
+    return lambda name: {"type": "python", "path": f"{tmp_path / 'own.py'}:{name}"}
+
+
+async def test_a_function_of_the_user_says_what_teaches(own):
+    signals = Signals(settings(advantage=own("picky")))
+    assert not await signals.in_time(signals.teaches, group(0, [1.0, 0.0]))
+    assert await signals.in_time(signals.teaches, group(0, [3.0, 0.0]))
+    lesson = await signals.in_time(signals.lesson, [group(0, [1.0, 0.0]), group(1, [3.0, 0.0])], {})
+    assert lesson.record["group_signal"] == 0.5
+
+
+async def test_a_function_of_the_user_that_does_not_come_back_is_named(own, monkeypatch):
+    monkeypatch.setattr(module, "LIMIT", 0.2)
+    signals = Signals(settings(advantage=own("endless")))
+    with pytest.raises(BadInput, match=r"own\.py:endless did not come back within 0\.2 s"):
+        await signals.in_time(signals.lesson, [group(0, [1.0, 0.0])], {})
+
+
+def test_functions_of_later_stages_are_looked_for_at_the_start(own):
+    def stack(path):
+        late = {"name": "late", "type": "rl", "steps": 1, "algorithm": {"advantage": path}}
+        return Stack.model_validate(STACK | {"stages": [*STACK["stages"], late]})
+
+    look_for_own_functions(stack(own("picky")))
+    with pytest.raises(BadInput, match="has no nowhere"):
+        look_for_own_functions(stack(own("nowhere")))
 
 
 def test_a_signal_is_one_of_shaped_rewards():

@@ -50,6 +50,39 @@ BAD = {
         [algorithm("curriculum: {}")],
         "algorithm.curriculum: there is one environment, so there is nothing to choose between; name several",
     ),
+    "a curriculum that does not see what is left out": (
+        [
+            algorithm("curriculum: {}", "no_signal: refill"),
+            (
+                LETTERS + "}",
+                LETTERS + "}\n      - {name: longer, type: reverse_text, args: {letters: [6, 9]}}",
+            ),
+        ],
+        "algorithm.no_signal: it leaves out the groups that are always or never solved, which a curriculum",
+    ),
+    "answers that become like nothing": (
+        [environment("component: ref_kl")],
+        "environments.0.component: there is no model that the answers could become like; give",
+    ),
+    "a divergence from what was before the supervised stages": (
+        [("ratio_cap: 2.0", "ratio_cap: 2.0, kl: {}")],
+        "algorithm.loss.kl: stage main would be pulled back to the weights before the supervised stages;",
+    ),
+    "a divergence of a stage whose reference ends": (
+        [
+            algorithm(TEACHER),
+            ("ratio_cap: 2.0", "ratio_cap: 2.0, kl: {}"),
+            (
+                STAGE + "}",
+                STAGE + "}\n      - {name: late, type: rl, steps: 1, algorithm: {reference: null}}",
+            ),
+        ],
+        "algorithm.loss.kl: stage late would be pulled back to the weights before the supervised stages;",
+    ),
+    "two references of one loss": (
+        [algorithm(TEACHER), ("ratio_cap: 2.0", "ratio_cap: 2.0, kl: {reference: first_weights}")],
+        "algorithm.loss.kl.reference: in stage main algorithm.reference is what the loss compares with;",
+    ),
     "a divergence from nothing": (
         [algorithm("shaping: {divergence: {weight: 0.1}}")],
         "algorithm.shaping.divergence: a divergence is one from a reference model, and there is none;",
@@ -126,6 +159,20 @@ GOOD = {
     ],
     "a divergence in the reward": [
         algorithm(TEACHER, "shaping: {divergence: {weight: 0.1}, length: {turns: 0.5}}"),
+    ],
+    "a divergence from the first weights": [("ratio_cap: 2.0", "kl: {reference: first_weights}")],
+    "a divergence without supervised stages": [
+        ("ratio_cap: 2.0", "kl: {}"),
+        ("      - {name: warmup, type: supervised, steps: 20, clean_steps: 10}\n", ""),
+    ],
+    "a curriculum and refill in two stages": [
+        algorithm("curriculum: {}", "no_signal: keep"),
+        (LETTERS + "}", LETTERS + "}\n      - {name: longer, type: reverse_text, args: {letters: [6, 9]}}"),
+        (
+            STAGE + "}",
+            STAGE + "}\n      - {name: b, type: rl, steps: 1, "
+            "algorithm: {curriculum: null, no_signal: refill}}",
+        ),
     ],
     "a divergence in the loss": [algorithm(TEACHER), ("ratio_cap: 2.0", "ratio_cap: 2.0, kl: {}")],
     "a reference for one stage of two": [

@@ -45,9 +45,13 @@ CASES: dict[str, tuple[language.Loss, Formula]] = {
         language.DecoupledPpoLoss(
             type="decoupled_ppo",
             proximal="approximated",
-            correction=language.Correction(level="sequence", method="mask", high=3.0),
+            correction=language.ProximalCorrection(level="sequence", method="mask", high=3.0),
         ),
         partial(formulas.decoupled_ppo, approximated=True, level="sequence", method="mask", cap=3.0),
+    ),
+    "decoupled_ppo, masked": (
+        language.DecoupledPpoLoss.model_validate({"type": "decoupled_ppo", "correction": {"method": "mask"}}),
+        partial(formulas.decoupled_ppo, method="mask", cap=5.0),
     ),
     "dppo": (language.DppoLoss(type="dppo"), formulas.dppo),
     "dppo, kl": (language.DppoLoss(type="dppo", divergence="kl"), partial(formulas.dppo, kind="kl")),
@@ -168,6 +172,23 @@ def test_a_divergence_is_added_to_any_loss(estimator: str) -> None:
     agree(losses.make(chosen), formula, CHOSEN + DRAWN)
 
 
+IMPOSSIBLE = Sequence([-1.0, -700.0, -1.0], [-1.0, -1.0, -1.0], [0] * 3, [-1000.0, -1.0, -1.1], 0.0)
+"""A token that the reference never says, and one that the policy does not say any more."""
+
+
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3", "distillation"])
+def test_no_token_takes_the_step_by_a_reference_that_is_far(estimator: str) -> None:
+    if estimator == "distillation":
+        loss = partial(losses.distillation, language.Distillation())
+    else:
+        kl = language.Divergence(estimator=estimator, coefficient=1.0)
+        loss = losses.make(language.ReinforceLoss(type="reinforce", kl=kl))
+    tokens = tokens_of([IMPOSSIBLE])
+    loss(tokens).values.sum().backward()
+    slopes = tokens.logprobs.grad
+    assert slopes.abs().max() <= 20.1 and slopes[0] > 0, "and it goes on being said less"
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_float32_is_as_good_as_float32_can_be(name: str) -> None:
     chosen, formula = CASES[name]
@@ -259,6 +280,14 @@ def wrong(tokens):
     return (tokens.logprobs * 2).sum()
 def none(tokens):
     return None
+def largest(tokens):
+    return tokens.logprobs * tokens.advantages.abs().max()
+def constant(tokens):
+    return tokens.logprobs.detach()
+def referring(tokens):
+    return tokens.logprobs - tokens.reference
+def leaving(tokens):
+    raise SystemExit(3)
 """
 
 
@@ -282,6 +311,33 @@ def test_a_loss_of_ones_own_is_a_function_of_tokens(tmp_path: Path) -> None:
 def test_a_loss_of_ones_own_that_is_none_is_refused(tmp_path: Path, name: str, complaint: str) -> None:
     with pytest.raises(OwnCodeError, match=complaint):
         own(tmp_path, name)
+
+
+@pytest.mark.parametrize(
+    ("name", "complaint"),
+    [
+        ("wrong", "a loss of shape"),
+        ("largest", "failed when it was tried with 0 tokens, which a micro-batch may have: "),
+        ("constant", "without a gradient"),
+        ("referring", "failed when it was tried with 3 tokens"),
+        ("leaving", "SystemExit"),
+    ],
+)
+def test_a_loss_of_ones_own_is_tried_when_it_is_made(tmp_path: Path, name: str, complaint: str) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    settings = language.PythonLoss(type="python", path=f"{tmp_path}/mine.py:{name}")
+    with pytest.raises(OwnCodeError, match=complaint):
+        losses.make(settings)
+    with pytest.raises(OwnCodeError, match="unexpected keyword argument 'typo'"):
+        losses.make(settings.model_copy(update={"arguments": {"typo": 1}}))
+
+
+def test_a_loss_of_ones_own_may_need_the_reference_that_there_is(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(OWN)
+    settings = language.PythonLoss(type="python", path=f"{tmp_path}/mine.py:referring")
+    tokens = tokens_of(CHOSEN)
+    found = losses.make(settings, refers=True)(tokens).values
+    assert torch.equal(found, tokens.logprobs - tokens.reference)
 
 
 SEQUENCES = Sequences(torch.tensor([0, 0, 0, 2, 2, 3]), torch.tensor([3, 0, 2, 1]))

@@ -40,7 +40,7 @@ LOSSES: dict[str, tuple[language.Loss, formulas.Formula]] = {
         language.DecoupledPpoLoss(
             type="decoupled_ppo",
             proximal="approximated",
-            correction=language.Correction(level="sequence", high=3.0),
+            correction=language.ProximalCorrection(level="sequence", high=3.0),
         ),
         partial(formulas.decoupled_ppo, approximated=True, level="sequence", cap=3.0),
     ),

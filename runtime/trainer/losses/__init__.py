@@ -57,10 +57,13 @@ LOSSES = {
 """By the stack's `algorithm.loss.type`; beside them there is `python`, a function of the user's own."""
 
 
-def make(settings: Loss) -> Callable[[TrainedTokens], TokenLoss]:
-    """The loss that ``settings`` ask for.
+def make(settings: Loss, *, refers: bool = False) -> Callable[[TrainedTokens], TokenLoss]:
+    """The loss that ``settings`` ask for. ``refers``: whether its tokens have logprobs of a reference.
 
-    Raises OwnCodeError where they name a function that is not there.
+    Raises OwnCodeError where they name a function that is not there, or that fails when it is tried.
     """
-    loss = own(settings) if isinstance(settings, PythonLoss) else partial(LOSSES[settings.type], settings)
+    if isinstance(settings, PythonLoss):
+        loss = own(settings, refers=refers or settings.kl is not None)
+    else:
+        loss = partial(LOSSES[settings.type], settings)
     return loss if settings.kl is None else partial(with_divergence, settings.kl, loss)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from stackrl.runtime.trainer.losses.tokens import TokenLoss, TrainedTokens
+from stackrl.runtime.trainer.losses.tokens import TokenLoss, TrainedTokens, half_squares
 
 
 def movements(tokens: TrainedTokens) -> Tensor:
@@ -16,7 +16,8 @@ def movements(tokens: TrainedTokens) -> Tensor:
 def without(
     left_out: Tensor, tokens: TrainedTokens, advantages: Tensor, squared_log_ratio: float
 ) -> TokenLoss:
-    """−(π/μ) · A, 0 where ``left_out``, plus squared_log_ratio · (log π/μ)² everywhere (arXiv 2602.02276)."""
+    """−(π/μ) · A, 0 where ``left_out``, plus squared_log_ratio · (log π/μ)² everywhere (arXiv 2602.02276),
+    in a straight line beyond ±20."""
     gains = torch.where(left_out, 0.0, tokens.log_ratios().exp() * advantages)
-    distances = (tokens.logprobs - tokens.engine_logprobs).square()
+    distances = 2 * half_squares(tokens.logprobs - tokens.engine_logprobs)
     return TokenLoss(squared_log_ratio * distances - gains, capped=left_out)

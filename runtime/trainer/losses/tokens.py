@@ -59,6 +59,12 @@ class TokenLoss:
     """bool [N]: where a ratio was capped, or the token is clipped or left out so that it has no gradient."""
 
 
+def half_squares(differences: Tensor) -> Tensor:
+    """d²/2, which goes on in a straight line beyond ±20: the slope of no token is steeper than that."""
+    slopes = limited(differences.detach())
+    return slopes * differences - slopes.square() / 2
+
+
 def limited(log_ratios: Tensor) -> Tensor:
     """Within ±20, beyond which there is no gradient."""
     return log_ratios.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
