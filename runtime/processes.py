@@ -81,6 +81,18 @@ def end_tree(root: int, limit: float = 10.0) -> None:
     _end(lambda: descendants(root), limit)
 
 
+def reap_sandboxed() -> None:
+    """Wait for adopted processes that have ended and were the first of a PID namespace: bubblewrap leaves one
+    behind for each command, and who has adopted it keeps it as a zombie. Children of our own are none."""
+    depth = _namespaces("self")
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdecimal() or not (seen := _look(entry)):
+            continue
+        if (seen.parent, seen.state) == (os.getpid(), "Z") and _namespaces(entry.name) > depth:
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(seen.pid, os.WNOHANG)
+
+
 def state_of(pid: int) -> str:
     """The state letter that the kernel shows of a process, such as T: stopped; empty where it is gone."""
     seen = _look(Path("/proc", str(pid)))
@@ -121,6 +133,15 @@ def _look(entry: Path) -> Seen | None:
     except (OSError, ValueError):  # ended meanwhile
         return None
     return Seen(int(entry.name), int(parent), int(group), state)
+
+
+def _namespaces(process: str) -> int:
+    """PID namespaces that a process of /proc is in, one within the other; 0 where it is gone."""
+    try:
+        lines = Path("/proc", process, "status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((len(line.split()) - 1 for line in lines if line.startswith("NSpid:")), 0)
 
 
 def _has(process: Seen, mark: bytes) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import tempfile
 from pathlib import Path
 
@@ -12,6 +13,12 @@ def left_behind() -> list[Path]:
     own = f"-{os.getpid()}-"
     temporary = [path for path in Path(tempfile.gettempdir()).glob("stackrl-*") if own in path.name]
     return temporary + list(Path("/sys/fs/cgroup").glob(f"**/stackrl{own}*"))
+
+
+def sandboxes_of(process: int) -> list[str]:
+    """Pids of bubblewrap's processes that are children of another, ended ones included."""
+    found = subprocess.run(["pgrep", "-P", str(process), "bwrap"], capture_output=True, text=True)
+    return found.stdout.split()
 
 
 def running(argument: str) -> bool:

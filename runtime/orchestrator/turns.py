@@ -13,7 +13,7 @@ import time
 
 _SWITCH_SECONDS = 0.0005
 """For which another thread may keep the loop from going on. Python's 5 ms pass several times in a turn."""
-_COLLECT_EVERY = 0.1
+_COLLECT_EVERY = 0.25
 """Seconds. What has been made in them and still lives is looked through in a few milliseconds."""
 _ALL_EVERY = 600.0
 """Seconds. To look through all that 40,000 rollouts hold, 800,000 objects, takes 0.4 s and more."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,10 +14,11 @@ from pathlib import Path
 
 import pytest
 from fake_roles import gone, wait_until
+from sandbox_traces import sandboxes_of
 
 from stackrl.runtime.environments import make
 from stackrl.runtime.environments.base import Answer, NoRoom
-from stackrl.runtime.environments.sandboxes import docker
+from stackrl.runtime.environments.sandboxes import docker, machine
 from stackrl.runtime.environments.sandboxes.base import STOP_SECONDS
 from stackrl.runtime.environments.workers import EnvironmentFailed, InWorkers, WorkerLost
 from stackrl.runtime.environments.workers import pool as pools
@@ -76,6 +78,19 @@ async def test_a_rollout_asks_and_is_judged():
         assert [one["rewards"]["score"] for one in many] == [10] * 10 + [11] * 20
         pid = pid_of(made)
     assert gone(pid)
+
+
+@pytest.mark.skipif(not shutil.which("bwrap"), reason="bubblewrap is not installed")
+async def test_what_sandboxes_leave_to_us_is_waited_for(monkeypatch):
+    """Each command leaves a process that has ended to whoever adopts orphans, as a worker's starter does."""
+    monkeypatch.setattr(workers, "PING_EVERY", 0.5)
+    async with pool() as made:
+        await made.ready()
+        await machine({"type": "bubblewrap"}).check()
+        await until(lambda: not sandboxes_of(os.getpid()))
+        child = subprocess.Popen(["false"])  # noqa: ASYNC220
+        await asyncio.sleep(1.5)
+        assert child.wait() == 1, "its exit code was taken by another"
 
 
 async def test_it_needs_nothing_of_ours_and_gets_no_token(monkeypatch):
@@ -182,15 +197,15 @@ async def test_a_rollout_that_is_cancelled_before_it_began_has_let_go_too(monkey
 
 
 async def test_a_worker_is_not_taken_for_silent_because_its_orchestrator_stood_still(monkeypatch):
-    monkeypatch.setattr(workers, "SILENCE_LIMIT", 1.0)
-    monkeypatch.setattr(workers, "PING_EVERY", 0.3)
+    monkeypatch.setattr(workers, "SILENCE_LIMIT", 2.0)
+    monkeypatch.setattr(workers, "PING_EVERY", 1.0)  # within which a busy machine answers, too
     async with pool(on_0="wait", on_1="wait") as made:
         rolling = [asyncio.create_task(made.rollout(number, Model())) for number in (0, 1)]
         await until(lambda: made._workers and made._workers[0].load == 2)
         [worker] = made._workers
         last = worker._heard
         await until(lambda: worker._heard != last)  # it owes no answer to a ping
-        time.sleep(1.5)  # noqa: ASYNC251 (as a function that holds the interpreter does)
+        time.sleep(2.5)  # noqa: ASYNC251 (as a function that holds the interpreter does)
         last = worker._heard
         await until(lambda: not worker.alive or worker._heard > last + 1)
         assert worker.alive and worker.load == 2

@@ -213,6 +213,7 @@ def test_a_requeued_job_goes_on_with_the_same_run(slurm) -> None:
     assert (run.state().attempt, run.state().status) == (2, "finished")
 
 
+@pytest.mark.nightly
 def test_a_preempted_job_queues_again_once_for_each_time_that_it_is_preempted(slurm) -> None:
     """The partition gives it a minute to leave; the other job has both nodes meanwhile. Then it fails,
     which is no reason to start it a third time."""
@@ -229,6 +230,7 @@ def test_a_preempted_job_queues_again_once_for_each_time_that_it_is_preempted(sl
     assert log(run).count("queues again") == 1
 
 
+@pytest.mark.nightly
 def test_a_run_that_was_lost_queues_again(slurm, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(slurm_script, "PATIENCE", 0)
     run = serving()

@@ -25,7 +25,7 @@ from stackrl.runtime.environments.workers.parties import (
     WorkerRefused,
 )
 from stackrl.runtime.environments.workers.program import LONGEST_LINE
-from stackrl.runtime.processes import adopt_orphans, end_members, members, signal_name
+from stackrl.runtime.processes import adopt_orphans, end_members, members, reap_sandboxed, signal_name
 
 PROGRAM = Path(__file__).with_name("program.py")
 START_LIMIT = 300.0
@@ -260,6 +260,7 @@ class Worker:
             if found and found == before:
                 self._lose(found)
             before = found
+            await asyncio.to_thread(reap_sandboxed)
         self._background(self._end())
 
     def _fault(self) -> str:
@@ -332,6 +333,7 @@ def _end_all(leader: int, mark: str) -> None:
         if pid != leader:
             with contextlib.suppress(ChildProcessError):
                 os.waitpid(pid, os.WNOHANG)
+    reap_sandboxed()
 
 
 def _checked(message: dict[str, Any]) -> dict[str, Any]:
