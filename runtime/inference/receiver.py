@@ -9,9 +9,11 @@ layers more than its model (those whose vocabulary is padded wait to the end), n
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from vllm.distributed.parallel_state import get_world_group
@@ -32,10 +34,12 @@ from vllm.platforms import current_platform
 
 from stackrl.runtime.inference.cpu import experts_packed_again, pack_embeddings_again
 from stackrl.runtime.run import run_token
+from stackrl.runtime.transport.held_folder import HELD_VARIABLE, HeldFolder, sweep
 from stackrl.runtime.transport.messages import Version
 from stackrl.runtime.transport.weights import WeightError, receive
 
 log = logging.getLogger("vllm.stackrl")
+logging.getLogger("stackrl").parent = log  # what transports say stands among vLLM's own lines
 
 
 @dataclass
@@ -60,6 +64,7 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
     init_info_cls = InitInfo
     update_info_cls = UpdateInfo
     supports_draft_weight_update = False
+    _held_folder: HeldFolder | None = None
 
     def init_transfer_engine(self, init_info: InitInfo) -> None:
         """Nothing to arrange."""
@@ -86,7 +91,8 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
 
     def receive_weights(self, update_info: UpdateInfo) -> None:
         version = Version.parse(update_info.version)
-        self.model.load_weights(receive(update_info.source, version, run_token(), update_info.timeout))
+        held = self._held()
+        self.model.load_weights(receive(update_info.source, version, run_token(), update_info.timeout, held))
 
     def finish_weight_update(self) -> None:
         finalize_layerwise_reload(self.model, self.model_config)
@@ -95,7 +101,15 @@ class WeightReceiver(WeightTransferEngine[InitInfo, UpdateInfo]):
             pack_embeddings_again(self.model)
 
     def shutdown(self) -> None:
-        """Nothing stays open between updates."""
+        if self._held_folder:
+            self._held_folder.close()
+
+    def _held(self) -> HeldFolder | None:
+        """Where this node's workers of the engine keep a version, if they are to."""
+        if self._held_folder is None and (path := os.environ.get(HELD_VARIABLE)):
+            sweep()
+            self._held_folder = HeldFolder(Path(path))
+        return self._held_folder
 
     def _check_complete(self, version: str) -> None:
         """Raise WeightError unless every parameter of this worker's model was written."""

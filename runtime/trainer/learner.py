@@ -80,13 +80,14 @@ class Learner:
             return step
         return replace(step, metrics={n: step.metrics[n] for n in step.metrics.keys() - AGAINST_ENGINE})
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version) -> dict[str, float]:
         """Give the engines the current weights, in the type that they compute in."""
         tensors = gathered(self.model, DTYPES[self._dtype])
-        if self._publisher:
-            self._publisher.publish(version, tensors)
-        else:
+        if not self._publisher:
             _join_in(tensors)
+            return {}
+        published = self._publisher.publish(version, tensors)
+        return {"weight_bytes": published.whole, "weight_bytes_sent": published.sent}
 
     def save(self, target: Path, files: Mapping[str, bytes], done: Callable[[], None]) -> None:
         state = checkpoint.state_of(self.model, self._optimizer)

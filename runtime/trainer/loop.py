@@ -100,7 +100,7 @@ class Loop:
         step = self._learner.apply(batch)
         self._ledger.add(batch, rl=self._speaks and batch.stage in self._rl)
         stepped = time.monotonic()
-        self._publish()
+        published = self._publish()
         self._position = (self._learner.progress.index, self._version())
         if self._rank == 0:
             seconds = {
@@ -115,7 +115,7 @@ class Loop:
                 step=batch.step,
                 state="applied",
                 version=self._position[1],
-                metrics=step.metrics | seconds,
+                metrics=step.metrics | seconds | published,
             )
         self._held_up = 0.0
         if step.logprobs is not None and self._speaks:
@@ -123,12 +123,13 @@ class Loop:
         if batch.checkpoint:
             self._save(batch.step)
 
-    def _publish(self) -> None:
+    def _publish(self) -> dict[str, float]:
         """Give the engines, where there are any, the current weights; they sample nothing before supervised
-        stages are over."""
-        if self._publishes and self._learner.progress.index >= self._supervised_steps:
-            self._note(f"publishing weights {self._version()}")
-            self._learner.publish(self._version())
+        stages are over. Returns metrics of it."""
+        if not self._publishes or self._learner.progress.index < self._supervised_steps:
+            return {}
+        self._note(f"publishing weights {self._version()}")
+        return self._learner.publish(self._version())
 
     def _save(self, step: int) -> None:
         """Begin the checkpoint that resumes here; its last batch had RL step ``step``."""

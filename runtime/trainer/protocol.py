@@ -45,8 +45,8 @@ class Learner(Protocol):
     def apply(self, batch: Batch) -> Step:
         """Take one optimizer step, and be one step further."""
 
-    def publish(self, version: Version) -> None:
-        """Give the engines the current weights as ``version``."""
+    def publish(self, version: Version) -> dict[str, float]:
+        """Give the engines the current weights as ``version``. Returns metrics of it, on rank 0."""
 
     def save(self, checkpoint: Path, files: Mapping[str, bytes], done: Callable[[], None]) -> None:
         """Write the trainer's part of ``checkpoint`` as of now, this rank's ``files`` by name among it.

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
-from ipaddress import ip_address
 
 import torch
 import torch.distributed as dist
 
+from stackrl.runtime.interfaces import collectives_at
 from stackrl.runtime.run import ADDRESS_VARIABLE, CORES_VARIABLE
 from stackrl.runtime.trainer.meshes import Meshes
 from stackrl.schemas.degrees import Degrees
@@ -23,8 +20,6 @@ MEETING = timedelta(seconds=300)
 """How long ranks wait for each other at the start."""
 COLLECTIVE = timedelta(seconds=1800)
 """How long a rank waits for the others in a collective; they may be waiting for their batch or writing."""
-
-_SIOCGIFADDR = 0x8915
 
 
 class RanksError(Exception):
@@ -68,9 +63,8 @@ def join(me: Rank, rendezvous: str, device: str, degrees: Degrees | None = None)
     Raises RanksError where that does not happen in time.
     """
     host, _, port = rendezvous.rpartition(":")
-    if interface := interface_of(os.environ.get(ADDRESS_VARIABLE, host)):
-        for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
-            os.environ.setdefault(name, interface)
+    for name, interface in collectives_at(os.environ.get(ADDRESS_VARIABLE, host)).items():
+        os.environ.setdefault(name, interface)
     if device == "cuda":
         torch.cuda.set_device(me.local)
     try:
@@ -87,21 +81,6 @@ def join(me: Rank, rendezvous: str, device: str, degrees: Degrees | None = None)
             f"{MEETING.seconds} s: {error}"
         ) from error
     return Meshes.of(degrees or Degrees(me.ranks, shard=me.ranks), device)
-
-
-def interface_of(address: str) -> str:
-    """The network interface of this machine that has ``address``, a name or IPv4; empty where none has."""
-    wanted = ip_address(socket.gethostbyname(address))
-    if wanted.is_loopback:
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
-        for _, name in socket.if_nameindex():
-            request = struct.pack("256s", name.encode()[:15])
-            with contextlib.suppress(OSError):  # an interface without an address of this kind
-                answer = fcntl.ioctl(asking.fileno(), _SIOCGIFADDR, request)
-                if ip_address(answer[20:24]) == wanted:
-                    return name
-    return ""
 
 
 def broke_off(error: RuntimeError) -> bool:

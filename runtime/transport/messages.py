@@ -12,7 +12,7 @@ from typing import Literal, TypeVar
 import msgspec
 import numpy as np
 
-WIRE_VERSION = 4
+WIRE_VERSION = 5
 MAX_MESSAGE_BYTES = 1 << 30
 DTYPES = ("<i4", "<i8", "<f4", "|u1", "|i1", "<i2")
 ROUTES_DTYPES = ("|i1", "<i2")
@@ -243,20 +243,69 @@ class Logprobs(msgspec.Struct, kw_only=True):
 
 
 class TensorInfo(msgspec.Struct, frozen=True):
-    """One tensor of a weight version, by its Hugging Face name. ``hash`` is the SHA-256 of its bytes."""
+    """One tensor of a weight version, by its Hugging Face name. ``chunks``: the hash of each piece of its
+    bytes (transport/hashes.py)."""
 
     name: str
     dtype: str
     shape: list[int]
     bytes: int
-    hash: str
+    chunks: list[str]
 
 
 class WeightManifest(msgspec.Struct, kw_only=True):
-    """Everything a receiver must hold before it may say that it has ``version``."""
+    """Everything a receiver must hold before it may say that it has ``version``.
+
+    ``changes_follow``: later versions can be had as what changed, so that keeping this one is worth its
+    memory.
+    """
 
     version: Version
     tensors: list[TensorInfo]
+    changes_follow: bool = False
+
+
+class TensorChange(msgspec.Struct, frozen=True):
+    """How one tensor differs from the same tensor of another version, in ``bytes`` bytes whose hash is
+    ``hash``: not at all, in ``count`` elements, or wholly, and then the bytes are its own."""
+
+    kind: Literal["same", "some", "whole"]
+    bytes: int
+    count: int
+    hash: str
+
+
+class WeightChanges(msgspec.Struct, kw_only=True):
+    """What makes ``version`` of ``base``: a change for each tensor of the manifest, in its order."""
+
+    version: Version
+    base: Version
+    tensors: list[TensorChange]
+
+
+class JoinBroadcast(msgspec.Struct, kw_only=True):
+    """A receiver wants a version by broadcast. ``member`` is its name for life, ``holds`` the name of the
+    process group that it has from an earlier one; empty for none."""
+
+    member: str
+    holds: str = ""
+
+
+class Broadcast(msgspec.Struct, kw_only=True):
+    """How a receiver takes part: as ``rank`` of ``ranks`` in process group ``group``, whose rank 0 sends the
+    tensors of ``manifest`` in buckets of ``bucket`` bytes. An operation takes ``silence`` seconds at most."""
+
+    group: str
+    rank: int
+    ranks: int
+    backend: Literal["gloo", "nccl"]
+    bucket: int
+    silence: float
+    manifest: WeightManifest
+
+    def __post_init__(self) -> None:
+        _require(0 < self.rank < self.ranks, f"rank {self.rank} of {self.ranks}")
+        _require(self.bucket > 0 and self.silence > 0, "a bucket or a limit of nothing")
 
 
 class _Envelope(msgspec.Struct, array_like=True):

@@ -1,122 +1,57 @@
 """Weights over HTTP: the trainer keeps the newest versions in memory, engines fetch them when they want.
 
-    GET /weights/manifest             the newest version's manifest          404 before the first
-    GET /weights/{version}/manifest   that version's manifest                410 when it is gone, 404 not yet
-    GET /weights/{version}?offset=N   its tensors' bytes, in the manifest's order and without gaps, from byte
-                                      N to the end
+    GET /weights/manifest                     the newest version's manifest   404 before the first
+    GET /weights/{version}/manifest           that version's manifest         410 when it is gone, 404 not yet
+    GET /weights/{version}?offset=N           its tensors' bytes from byte N to the end, in the manifest's
+                                              order and without gaps
+    GET /weights/{version}/changes/manifest   what changed since the version before   404 where it is not kept
+    GET /weights/{version}/changes?offset=N   its bytes, likewise
 
-One answer carries a whole version; a receiver whose connection breaks goes on from the byte it has reached.
-Joining late is the same as updating.
+One answer carries a whole version; a receiver whose connection breaks goes on from the byte it has reached,
+and one that needs single chunks asks from there and hangs up. Joining late is the same as updating.
 """
 
 from __future__ import annotations
 
 import contextlib
-import http.client
 import logging
 import re
 import socket
 import socketserver
 import threading
 import time
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from urllib.parse import parse_qs, urlsplit
 
-import torch
-
-from stackrl.runtime.transport.auth import authorized, bearer
-from stackrl.runtime.transport.messages import MessageError, Version, WeightManifest, decode, encode
+from stackrl.runtime.transport.auth import authorized
+from stackrl.runtime.transport.messages import Version, encode
+from stackrl.runtime.transport.store import Changes, Snapshot, WeightStore
 from stackrl.runtime.transport.strangers import BACKLOG, SWEEP_SECONDS, Doorkeeper, FirstOfEach, many_files
-from stackrl.runtime.transport.weights import (
-    KEPT_VERSIONS,
-    NamedTensors,
-    WeightError,
-    WeightsGone,
-    allocate,
-    as_bytes,
-    check_manifest,
-    snapshots,
-    verify,
-)
+from stackrl.runtime.transport.weights import NamedTensors, Published, WeightsGone
 
 log = logging.getLogger(__name__)
 
-PIECE = 8 << 20
-"""Bytes sent between two looks at whether the version is still kept."""
 SILENCE = 30.0
 """Seconds that a connection may stand still before it counts as broken."""
-ATTEMPTS = 5
-"""Connections in a row that may bring nothing before a receiver gives up."""
-
-
-@dataclass(frozen=True)
-class Snapshot:
-    """One version in host memory; ``tensors`` in the manifest's order."""
-
-    manifest: WeightManifest
-    tensors: list[torch.Tensor]
-
-    def pieces(self, offset: int) -> Iterator[memoryview]:
-        """Its bytes from ``offset`` on, at most PIECE at a time, without copies."""
-        for tensor in self.tensors:
-            data = as_bytes(tensor)
-            for start in range(min(offset, data.nbytes), data.nbytes, PIECE):
-                yield data[start : start + PIECE]
-            offset = max(0, offset - data.nbytes)
-
-    @property
-    def bytes(self) -> int:
-        return sum(info.bytes for info in self.manifest.tensors)
-
-
-class WeightStore:
-    """The versions that can be fetched: the newest and the one before it, never more than two in memory."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._kept: dict[Version, Snapshot] = {}
-        self._newest: Version | None = None
-
-    def publish(self, version: Version, tensors: NamedTensors) -> None:
-        """Copy ``tensors`` as ``version``. Raises WeightError unless it is newer than all before."""
-        if self._newest is not None and version <= self._newest:
-            raise WeightError(f"weight version {version} does not follow {self._newest}, which is published")
-        self._forget_all_but(KEPT_VERSIONS - 1)
-        infos, copies = [], []
-        for info, copy in snapshots(tensors):
-            infos.append(info)
-            copies.append(copy)
-        with self._lock:
-            self._kept[version] = Snapshot(WeightManifest(version=version, tensors=infos), copies)
-            self._newest = version
-
-    def newest(self) -> Snapshot | None:
-        with self._lock:
-            return None if self._newest is None else self._kept[self._newest]
-
-    def get(self, version: Version) -> Snapshot:
-        """Raises WeightsGone where ``version`` was replaced, KeyError where it was never published."""
-        with self._lock:
-            if version in self._kept:
-                return self._kept[version]
-            if self._newest is not None and version < self._newest:
-                raise WeightsGone(f"weight version {version} is gone, {self._newest} is the newest")
-            raise KeyError(f"weight version {version} is not there, {self._newest or 'none'} is the newest")
-
-    def _forget_all_but(self, count: int) -> None:
-        with self._lock:
-            for version in sorted(self._kept)[:-count]:
-                del self._kept[version]
 
 
 class WeightServer:
-    """Serves a WeightStore on ``host:port`` from a thread; every request must show ``token``."""
+    """Serves a WeightStore on ``host:port`` from a thread; every request must show ``token``.
 
-    def __init__(self, store: WeightStore, host: str, port: int, token: str) -> None:
+    ``handler`` makes what answers a connection, as socketserver's servers do: by default a WeightHandler.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        host: str,
+        port: int,
+        token: str,
+        handler: Callable[..., WeightHandler] | None = None,
+    ) -> None:
         many_files()
-        self._server = _Server((host, port), _Handler)
+        self._server = _Server((host, port), handler or WeightHandler)
         self._server.store, self._server.token = store, token
         self.url = "http://{}:{}".format(*self._server.server_address[:2])
         self._thread = threading.Thread(
@@ -133,13 +68,14 @@ class WeightServer:
 class PullPublisher:
     """Publishes into a store that a server in this process gives out."""
 
-    def __init__(self, host: str, port: int, token: str) -> None:
-        self._store = WeightStore()
+    def __init__(self, host: str, port: int, token: str, *, delta: bool = False) -> None:
+        """``delta``: give out what changed too."""
+        self._store = WeightStore(delta=delta)
         self._server = WeightServer(self._store, host, port, token)
         self.source = self._server.url
 
-    def publish(self, version: Version, tensors: NamedTensors) -> None:
-        self._store.publish(version, tensors)
+    def publish(self, version: Version, tensors: NamedTensors) -> Published:
+        return self._store.publish(version, tensors)
 
     def close(self) -> None:
         self._server.close()
@@ -153,7 +89,7 @@ class _Server(socketserver.ThreadingTCPServer):
     store: WeightStore
     token: str
 
-    def __init__(self, address: tuple[str, int], handler: type[_Handler]) -> None:
+    def __init__(self, address: tuple[str, int], handler: Callable[..., WeightHandler]) -> None:
         super().__init__(address, handler)
         self.doorkeeper = Doorkeeper()
         self.refused_first = FirstOfEach()
@@ -179,7 +115,9 @@ def _hang_up(connection: socket.socket) -> None:
         connection.shutdown(socket.SHUT_RDWR)
 
 
-class _Handler(BaseHTTPRequestHandler):
+class WeightHandler(BaseHTTPRequestHandler):
+    """Answers the requests of one connection to a WeightServer."""
+
     protocol_version = "HTTP/1.1"
     server_version, sys_version = "stackrl", ""
     timeout = SILENCE
@@ -187,43 +125,58 @@ class _Handler(BaseHTTPRequestHandler):
     server: _Server
 
     def do_GET(self) -> None:
-        if not authorized(self.headers.get("Authorization"), self.server.token):
-            if self.server.refused_first(self.client_address[0]):
-                log.warning("refused %s without the run's token", self.client_address[0])
-            return self._text(401, "this needs the run's token")
-        self.server.doorkeeper.known(self.connection)
+        if not self.admitted():
+            return None
         address = urlsplit(self.path)
-        route = re.fullmatch(r"/weights(?:/(\d+\.\d+))?(/manifest)?", address.path)
-        if route is None or not any(route.groups()):
+        route = re.fullmatch(r"/weights(?:/(\d+\.\d+))?(/changes)?(/manifest)?", address.path)
+        if route is None or not (route[1] or (route[3] and not route[2])):
             return self._text(404, f"nothing is served at {address.path}")
         try:
-            store = self.server.store
-            snapshot = store.get(Version.parse(route[1])) if route[1] else store.newest()
+            found = self._found(route[1], changes=bool(route[2]))
         except WeightsGone as error:
             return self._text(410, str(error))
         except KeyError as error:
             return self._text(404, error.args[0])
-        if snapshot is None:
-            return self._text(404, "no weights are published yet")
-        if route[2]:
-            body = encode(snapshot.manifest)
+        if route[3]:
+            body = encode(found.manifest)
             self._head(200, "application/msgpack", len(body))
             self.wfile.write(body)
             return None
         offset = parse_qs(address.query).get("offset", ["0"])[0]
-        if not (offset.isdecimal() and int(offset) <= snapshot.bytes):
-            return self._text(416, f"offset {offset!r} is not within {snapshot.bytes} bytes")
-        return self._send(snapshot, int(offset))
+        if not (offset.isdecimal() and int(offset) <= found.bytes):
+            return self._text(416, f"offset {offset!r} is not within {found.bytes} bytes")
+        return self._send(found, int(offset))
 
-    def _send(self, snapshot: Snapshot, offset: int) -> None:
-        self._head(200, "application/octet-stream", snapshot.bytes - offset)
-        for piece in snapshot.pieces(offset):
-            try:
-                self.server.store.get(snapshot.manifest.version)
-            except WeightsGone:  # too slow: the receiver asks to go on and is told why it cannot
-                self.close_connection = True
-                return
+    def _found(self, version: str | None, changes: bool) -> Snapshot | Changes:
+        """Raises as WeightStore.get does."""
+        store = self.server.store
+        if version:
+            return store.changes(Version.parse(version)) if changes else store.get(Version.parse(version))
+        if (newest := store.newest()) is None:
+            raise KeyError("no weights are published yet")
+        return newest
+
+    def _send(self, found: Snapshot | Changes, offset: int) -> None:
+        self._head(200, "application/octet-stream", found.bytes - offset)
+        for piece in found.pieces(offset):
+            if isinstance(found, Snapshot):
+                try:
+                    self.server.store.get(found.manifest.version)
+                except WeightsGone:  # too slow: the receiver asks to go on and is told why it cannot
+                    self.close_connection = True
+                    return
             self.wfile.write(piece)
+
+    def admitted(self) -> bool:
+        """Whether the request shows the run's token; where it does not, it has its answer."""
+        if authorized(self.headers.get("Authorization"), self.server.token):
+            self.server.doorkeeper.known(self.connection)
+            return True
+        if self.server.refused_first(self.client_address[0]):
+            log.warning("refused %s without the run's token", self.client_address[0])
+        self.close_connection = True  # a body that it may have sent is not read
+        self._text(401, "this needs the run's token")
+        return False
 
     def _text(self, status: int, reason: str) -> None:
         body = reason.encode()
@@ -244,117 +197,3 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         log.debug("%s %s", self.client_address[0], format % args)
-
-
-def fetch(url: str, version: Version, token: str, timeout: float) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor of ``version`` from the weight server at ``url``, its hash checked, one at a time.
-
-    Raises as ``weights.receive`` does.
-    """
-    source = _Source(url, token, time.monotonic() + timeout)
-    manifest = source.manifest(version)
-    check_manifest(manifest, version, url)
-    with source.stream(version) as stream:
-        for info in manifest.tensors:
-            tensor = allocate(info)
-            stream.readinto(as_bytes(tensor))
-            verify(info, tensor, version, url)
-            yield info.name, tensor
-
-
-class _Source:
-    """A weight server as a receiver sees it. Nothing lasts beyond ``deadline`` (time.monotonic seconds)."""
-
-    def __init__(self, url: str, token: str, deadline: float) -> None:
-        address = urlsplit(url)
-        self.url, self._host, self._port = url, address.hostname or "", address.port or 80
-        self._token, self._deadline = token, deadline
-
-    def manifest(self, version: Version) -> WeightManifest:
-        path = f"/weights/{version}/manifest"
-        for attempt in range(1, ATTEMPTS + 1):
-            try:
-                connection, response = self.open(path)
-                try:
-                    return decode(response.read(), WeightManifest)
-                finally:
-                    connection.close()
-            except (OSError, http.client.HTTPException) as error:
-                self.pause(attempt, error, "the manifest")
-            except MessageError as error:
-                raise WeightError(f"{self.url}{path}: {error}") from error
-        raise AssertionError("pause ends the loop")
-
-    def stream(self, version: Version) -> _Stream:
-        return _Stream(self, version)
-
-    def open(self, path: str) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        """GET ``path``. Raises OSError or HTTPException where the connection fails, and as ``fetch`` does."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=SILENCE)
-        try:
-            connection.request("GET", path, headers=bearer(self._token))
-            response = connection.getresponse()
-            if response.length is None:
-                raise ConnectionError("the connection ended within the answer's head")
-            if response.status == 200:
-                return connection, response
-            reason = response.read(4096).decode(errors="replace")
-        except BaseException:
-            connection.close()
-            raise
-        connection.close()
-        if response.status == 410:
-            raise WeightsGone(f"{self.url}: {reason}")
-        raise WeightError(f"{self.url} answered {response.status} to GET {path}: {reason}")
-
-    def check_deadline(self, what: str) -> None:
-        if time.monotonic() > self._deadline:
-            raise WeightError(f"{self.url} did not give {what} in time; raise weights.timeout")
-
-    def pause(self, attempt: int, error: Exception, what: str) -> None:
-        """Wait before the next attempt, or give up. Raises WeightError."""
-        self.check_deadline(what)
-        if attempt >= ATTEMPTS:
-            raise WeightError(f"{self.url} did not give {what} in {attempt} attempts: {error!r}") from error
-        time.sleep(0.1 * 4 ** (attempt - 1))
-
-
-class _Stream:
-    """The bytes of one version, read in order over as many connections as it takes."""
-
-    def __init__(self, source: _Source, version: Version) -> None:
-        self._source, self._version = source, version
-        self._offset = 0
-        self._connection: http.client.HTTPConnection | None = None
-        self._response: http.client.HTTPResponse | None = None
-
-    def __enter__(self) -> _Stream:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._drop()
-
-    def readinto(self, view: memoryview) -> None:
-        """Fill ``view`` with the next bytes. A broken connection is opened again where it broke."""
-        done = fruitless = 0
-        what = f"weight version {self._version}"
-        while done < view.nbytes:
-            self._source.check_deadline(what)
-            try:
-                if self._response is None:
-                    path = f"/weights/{self._version}?offset={self._offset}"
-                    self._connection, self._response = self._source.open(path)
-                count = self._response.readinto(view[done : done + PIECE])
-                if not count:
-                    raise ConnectionError("the connection ended early")
-                done, fruitless = done + count, 0
-                self._offset += count
-            except (OSError, http.client.HTTPException) as error:
-                self._drop()
-                fruitless += 1
-                self._source.pause(fruitless, error, what)
-
-    def _drop(self) -> None:
-        if self._connection is not None:
-            self._connection.close()
-        self._connection = self._response = None

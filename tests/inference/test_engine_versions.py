@@ -32,20 +32,21 @@ every_model = pytest.mark.parametrize(
 )
 
 each_way = pytest.mark.parametrize(
-    ("real_engine", "trainer", "kv"),
+    ("real_engine", "way"),
     [
-        ("qwen3-moe-tied", "pull", "keep"),
-        ("qwen3-moe-tied", "pull", "recompute"),
-        ("qwen3-moe-tied", "folder", "keep"),
-        (None, "pull", "keep"),
+        ("qwen3-moe-tied", ("pull", "keep")),
+        ("qwen3-moe-tied", ("pull", "recompute")),
+        ("qwen3-moe-tied", ("folder", "keep")),
+        (None, ("pull", "keep")),
         *(
-            pytest.param(kind, *way, marks=pytest.mark.nightly)
+            pytest.param(kind, way, marks=pytest.mark.nightly)
             for kind in ("qwen3-moe", "qwen3-tied", None)
             for way in (("pull", "keep"), ("pull", "recompute"), ("folder", "keep"))
-            if (kind, *way) != (None, "pull", "keep")
+            if (kind, way) != (None, ("pull", "keep"))
         ),
     ],
-    indirect=["real_engine", "trainer"],
+    indirect=True,
+    ids=lambda value: "-".join(value) if isinstance(value, tuple) else value or "qwen3",
 )
 
 
@@ -66,9 +67,17 @@ class Trainer:
         await client.update(version, self.publisher.source, kv, 120)
 
 
+@pytest.fixture(scope="session")
+def way(request: pytest.FixtureRequest) -> tuple[str, str]:
+    """How weights travel, and what becomes of cached keys. Of the session, as the engine is: pytest ends a
+    fixture that has parameters as early as the shortest-lived of those that have theirs in the same list."""
+    return getattr(request, "param", ("pull", "keep"))
+
+
 @pytest.fixture
-def trainer(real_engine: RealEngine, request: pytest.FixtureRequest, tmp_path) -> Iterator[Trainer]:
-    if getattr(request, "param", "pull") == "folder":
+def trainer(real_engine: RealEngine, way: tuple[str, str], tmp_path) -> Iterator[Trainer]:
+    transport, _ = way
+    if transport == "folder":
         publisher = FolderPublisher(tmp_path)
     else:
         publisher = PullPublisher("127.0.0.1", 0, real_engine.token)
@@ -143,8 +152,9 @@ class Traffic:
 
 @each_way
 async def test_every_logprob_is_that_of_its_label(
-    real_engine: RealEngine, client: Engine, trainer: Trainer, kv: str
+    real_engine: RealEngine, client: Engine, trainer: Trainer, way: tuple[str, str]
 ) -> None:
+    _, kv = way
     await trainer.update(client, 1, kv)
     async with Traffic(client, salt=f"{trainer.incarnation}.1") as traffic:
         for step in range(2, 14):

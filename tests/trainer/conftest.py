@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
+from rank_processes import alone
 from trainer_runs import TINY, make_run, make_stack
 
 from stackrl.runtime.trainer.meshes import Meshes
@@ -15,12 +15,8 @@ from stackrl.schemas.degrees import Degrees
 @pytest.fixture(scope="module")
 def mesh() -> Iterator[Meshes]:
     """This process as the only rank."""
-    patch = pytest.MonkeyPatch()
-    patch.setenv("GLOO_SOCKET_IFNAME", "lo")
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Meshes.of(Degrees(1), "cpu")
-    dist.destroy_process_group()
-    patch.undo()
+    with alone():
+        yield Meshes.of(Degrees(1), "cpu")
 
 
 @pytest.fixture(scope="session")

@@ -82,6 +82,7 @@ def test_every_division_over_two_ranks(mesh: Meshes, models: dict[str, Path], tm
     compare(mesh, cases, tmp_path)
 
 
+@pytest.mark.nightly  # two of these divisions are those of the ranks that go on from a checkpoint
 def test_four_ranks(mesh: Meshes, models: dict[str, Path], tmp_path: Path) -> None:
     cases = [
         Case(models["dense"], FOUR[0]),

@@ -51,8 +51,9 @@ class Counting:
         trained = sum(int(micro.loss_mask.sum()) for micro in batch.micro_batches)
         return Step({"loss": 0.5}, np.arange(trained, dtype="<f4") if batch.report else None)
 
-    def publish(self, version: Version) -> None:
+    def publish(self, version: Version) -> dict[str, float]:
         self.published.append(version)
+        return {"weight_bytes": 8.0}
 
     def save(self, checkpoint: Path, files: Mapping[str, bytes], done: Callable[[], None]) -> None:
         self.settle()
@@ -155,6 +156,7 @@ async def test_batches_are_applied_published_and_written_down(run: RunFolder, st
     assert {"loss", "seconds_wait", "seconds_step", "seconds_publish", "seconds_save"} <= acks[
         0
     ].metrics.keys()
+    assert all(ack.metrics["weight_bytes"] == 8 for ack in acks if ack.version.step)
     for learner in trainer.learners:
         assert learner.published == [Version(1, 0), Version(1, 1), Version(1, 2)]
         assert learner.saved == ["step-000003"]
@@ -292,7 +294,7 @@ async def test_what_a_rank_says_of_itself_is_published_already(run: RunFolder, s
     async with serving(run, index=2) as server:
         trainer = start(Progress(2, 0, "warmup"))
         loop, learner = trainer.loops[0], trainer.learners[0]
-        learner.publish = lambda version: seen.append((str(version), loop._greeting(), loop.doing))
+        learner.publish = lambda version: seen.append((str(version), loop._greeting(), loop.doing)) or {}
         await server.hello(LIMIT)
         await take(server, 2)
         await server.end("finished", LIMIT)

@@ -148,7 +148,7 @@ def test_another_wire_version_is_refused(monkeypatch):
     monkeypatch.setattr(messages, "WIRE_VERSION", 1)
     data = encode(End(reason="finished"))
     monkeypatch.undo()
-    with pytest.raises(MessageError, match="wire version 1, this side speaks 4"):
+    with pytest.raises(MessageError, match="wire version 1, this side speaks 5"):
         decode(data, End)
 
 

@@ -14,7 +14,7 @@ import torch
 from newest_weights import newest_version
 from safetensors.torch import load_file, save_file
 
-from stackrl.runtime.transport import pull
+from stackrl.runtime.transport import hashes, pull_source, weights
 from stackrl.runtime.transport.auth import bearer
 from stackrl.runtime.transport.folder import FolderPublisher, complete_versions, write_folder
 from stackrl.runtime.transport.messages import Version, WeightManifest, encode
@@ -38,9 +38,13 @@ def tensors(seed: int) -> dict[str, torch.Tensor]:
     }
 
 
-@pytest.fixture(params=["pull", "folder"])
+@pytest.fixture(params=["pull", "pull delta", "folder", "folder delta"])
 def publisher(request: pytest.FixtureRequest, tmp_path) -> Iterator[Publisher]:
-    made = FolderPublisher(tmp_path) if request.param == "folder" else PullPublisher("127.0.0.1", 0, TOKEN)
+    transport, _, content = request.param.partition(" ")
+    if transport == "folder":
+        made = FolderPublisher(tmp_path, delta=content == "delta")
+    else:
+        made = PullPublisher("127.0.0.1", 0, TOKEN, delta=content == "delta")
     yield made
     made.close()
 
@@ -159,6 +163,18 @@ def test_changed_bytes_are_noticed(server: PullPublisher) -> None:
         received(server.source, Version(1, 0))
 
 
+def test_a_chunk_that_came_wrong_once_is_fetched_again(server: PullPublisher, caplog, monkeypatch) -> None:
+    monkeypatch.setattr(hashes, "CHUNK", 1 << 20)
+    monkeypatch.setattr(weights, "CHUNK", 1 << 20)
+    big = {"big": torch.arange(5 << 17), "small": torch.ones(3)}
+    server.publish(Version(1, 0), big.items())
+    with Proxy(server.source, cut_after=1 << 40, damage_at=5 << 19) as proxy:
+        assert_same(received(proxy.url, Version(1, 0)), big)
+    [said] = caplog.messages
+    assert said.startswith("big of weight version 1.0 (chunk 3 of 5) from http://127.0.0.1:")
+    assert said.endswith("came damaged and is fetched again")
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
@@ -166,6 +182,7 @@ def test_changed_bytes_are_noticed(server: PullPublisher) -> None:
         ({"dtype": "object"}, "does not travel"),
         ({"shape": [-1, -4]}, "does not travel"),
         ({"name": "scalar"}, "listed twice"),
+        ({"chunks": []}, "has 0 chunks"),
     ],
 )
 def test_a_manifest_that_contradicts_itself_is_refused(server, monkeypatch, change, reason) -> None:
@@ -185,7 +202,7 @@ def test_a_broken_connection_goes_on_where_it_broke(server: PullPublisher) -> No
 
 
 def test_a_connection_that_brings_nothing_is_given_up(server: PullPublisher, monkeypatch) -> None:
-    monkeypatch.setattr(pull.time, "sleep", lambda seconds: None)
+    monkeypatch.setattr(pull_source.time, "sleep", lambda seconds: None)
     server.publish(Version(1, 0), tensors(1).items())
     with Proxy(server.source, cut_after=60) as proxy, pytest.raises(WeightError, match="in 5 attempts"):
         received(proxy.url, Version(1, 0))
@@ -200,12 +217,13 @@ def test_a_transfer_has_an_end(server: PullPublisher) -> None:
 
 
 class Proxy:
-    """Passes connections on to a weight server and cuts each after so many bytes of the answer."""
+    """Passes connections on to a weight server and cuts each after so many bytes of the answer; changes the
+    byte ``damage_at`` of the first answer that is so long."""
 
-    def __init__(self, target: str, cut_after: int) -> None:
+    def __init__(self, target: str, cut_after: int, damage_at: int | None = None) -> None:
         address = urlsplit(target)
         outer = self
-        self.connections = 0
+        self.connections, self.damage_at = 0, damage_at
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
@@ -213,7 +231,11 @@ class Proxy:
                 with socket.create_connection((address.hostname, address.port)) as server:
                     server.sendall(self.request.recv(65536))
                     left = cut_after
-                    while left and (data := server.recv(min(left, 65536))):
+                    while left and (data := bytearray(server.recv(min(left, 65536)))):
+                        at = outer.damage_at
+                        if at is not None and 0 <= at - (cut_after - left) < len(data):
+                            data[at - (cut_after - left)] ^= 1
+                            outer.damage_at = None
                         self.request.sendall(data)
                         left -= len(data)
 
