@@ -209,6 +209,12 @@ def _down(given: argparse.Namespace) -> int:
     return runs.down(given.run)
 
 
+def _scale(given: argparse.Namespace) -> int:
+    from stackrl.runtime.launch import scaling
+
+    return scaling.scale(given.run, given.counts)
+
+
 def _doctor(given: argparse.Namespace) -> int:
     from stackrl.runtime.launch import doctor
 
@@ -403,6 +409,12 @@ def _parser() -> argparse.ArgumentParser:
 
     down = verb("down", _down, "end a run and everything it started")
     down.add_argument("run", metavar="RUN", help=_RUN_HELP)
+
+    scale = verb("scale", _scale, "give a run that is at work more or fewer engines")
+    scale.add_argument("run", metavar="RUN", help=_RUN_HELP)
+    scale.add_argument(
+        "counts", metavar="POOL=N", nargs="+", help="inference=2, or prefill=1 decode=4: engines of a pool"
+    )
 
     doctor = verb("doctor", _doctor, "check whether this machine is ready for a run")
     _output(doctor, "text", "json")

@@ -37,8 +37,10 @@ from stackrl.runtime.processes import LOST, guarded, send
 from stackrl.runtime.restarts import STOPPED_BY_GUARD, Failure, GivenUp, Restarts
 from stackrl.runtime.roles import RoleFailed, Roles, blame, words
 from stackrl.runtime.run import RunError, RunFolder, new_token, runs_home
+from stackrl.runtime.scaling import Scaling
 from stackrl.runtime.stopping import SAVE_SIGNAL, Stopped, longest_end
 from stackrl.runtime.supervisor import Program, Running
+from stackrl.runtime.transport import held_folder
 from stackrl.runtime.watch import Idle, Watch
 from stackrl.schemas.loader import load
 from stackrl.schemas.problems import StackError
@@ -145,9 +147,11 @@ class _Attempt:
         )
         self._watch = Watch(self._run, self._limits, self._listener, supervisor, notes)
         self._restarts = Restarts(self._roles.engines, ORCHESTRATOR, self._roles.ranks, self._limits.restarts)
+        self._scaling = Scaling(self._run, self._roles, self._restarts, notes)
         with supervisor:
             status, reason, code, fruitless = self._judged(*self._outcome())
             supervisor.dismiss(code)
+        held_folder.sweep()  # what killed engines held in memory
         ended, roles = time.time(), self._statuses()
         notes.end(status=status, reason=reason, ended=ended, roles=roles, fruitless=fruitless)
         for line in explain(self._run).splitlines():
@@ -205,6 +209,7 @@ class _Attempt:
             self._answer_failures()
             self._start_due()
             pids = self._roles.pids()
+            self._scaling.turn(self._watch.orchestrator(pids))
             self._mind_progress(pids)
             self._watch.mind_idleness(pids)
             self._watch.mind_ends()

@@ -87,6 +87,11 @@ class Restarts:
         self._pending[unit] = Restart(processes, all_workers, count, at, failure.reason)
         return self._pending[unit]
 
+    def leave(self, process: str) -> None:
+        """An engine that nobody starts again."""
+        self._pending.pop(process, None)
+        self._counts.pop(process, None)
+
     def due(self, now: float) -> list[Restart]:
         """Take what is to be started now."""
         found = {unit: restart for unit, restart in self._pending.items() if restart.at <= now}

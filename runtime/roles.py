@@ -7,8 +7,8 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Sequence
-from dataclasses import asdict, replace
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from stackrl.runtime import checkpoints
@@ -27,6 +27,8 @@ from stackrl.runtime.supervisor import Program, Running
 
 ANEW = ("endpoints.json", "state.json", "restore.json")
 """What of the run's folder changes with an incarnation."""
+LEAVE_LIMIT = 120.0
+"""Seconds after which an engine that leaves is ended, whatever the orchestrator still does with it."""
 
 
 class RoleFailed(Exception):
@@ -52,10 +54,17 @@ class Roles:
         self._engines = [process.name for process in processes if process.role == ENGINE]
         self.workers = [process.name for process in processes if process.role != ENGINE]
         self._starts: Counter[str] = Counter()
+        self._leaving: dict[str, _Leaving] = {}
 
     @property
     def engines(self) -> list[str]:
+        """This list changes as engines join and leave."""
         return self._engines
+
+    @property
+    def leaving(self) -> dict[str, Process]:
+        """Engines that are no longer planned, and have not ended."""
+        return {name: leaving.process for name, leaving in self._leaving.items()}
 
     @property
     def ranks(self) -> list[str]:
@@ -115,12 +124,49 @@ class Roles:
     def start_again(self, restart: Restart) -> None:
         """Do a restart that is due. Raises OSError."""
         if restart.new_incarnation:
-            engines = self._run.endpoints().engines
-            self._begin_incarnation(replace(self._new_endpoints([]), engines=engines))
+            before, anew = self._run.endpoints(), self._new_endpoints([])
+            self._begin_incarnation(replace(anew, engines=before.engines, pools=before.pools))
             self._choose_checkpoint()
             self._supervisor.share(contents(self._run.path, ANEW))
         for name in restart.processes:
             self._start(name, restart.reason)
+
+    def join(self, process: Process) -> None:
+        """Start one more engine. Raises OSError."""
+        address = self._place.addresses[process.node]
+        [port] = self._supervisor.free_ports(process.node, 1, address)
+        self._processes[process.name] = process
+        self._engines.append(process.name)
+        self._change_endpoints(process, f"http://{address}:{port}")
+        self._start(process.name, "it joins the run")
+
+    def leave(self, name: str) -> None:
+        """Take an engine out of the run; `see_off` ends it. Raises OSError."""
+        process = self._processes[name]
+        url = self._run.endpoints().engines[process.index]
+        self._change_endpoints(process, "")
+        del self._processes[name]
+        self._engines.remove(name)
+        self._leaving[name] = _Leaving(process, url, time.monotonic() + LEAVE_LIMIT)
+
+    def see_off(self, in_use: Collection[str] | None) -> None:
+        """End the engines that leave and that the orchestrator has let go of. ``in_use``: URLs of those that
+        it still asks something; None where it says nothing."""
+        now = time.monotonic()
+        for name, leaving in list(self._leaving.items()):
+            if now > leaving.until or (in_use is not None and leaving.url not in in_use):
+                del self._leaving[name]
+                self.end([name])
+
+    def _change_endpoints(self, process: Process, url: str) -> None:
+        endpoints = self._run.endpoints()
+        engines, pools = list(endpoints.engines), list(endpoints.pools)
+        missing = process.index + 1 - len(engines)
+        engines += [""] * missing
+        pools += ["inference"] * (len(engines) - len(pools))
+        engines[process.index], pools[process.index] = url, process.pool
+        self._run.write("endpoints.json", asdict(replace(endpoints, engines=engines, pools=pools)))
+        self._supervisor.share(contents(self._run.path, ("plan.json", *ANEW)))
 
     def _begin_incarnation(self, endpoints: Endpoints) -> None:
         """Its number is on disk before anything is started under it."""
@@ -177,8 +223,9 @@ class Roles:
 
     def _new_endpoints(self, engines: Sequence[str]) -> Endpoints:
         """Free addresses for everybody, each on its own node."""
-        nodes = [self._processes[name].node for name in engines]
-        wanted = Counter([0, 0, 0, *nodes])
+        planned = {self._processes[name].index: self._processes[name] for name in engines}
+        numbers = range(max(planned, default=-1) + 1)
+        wanted = Counter([0, 0, 0, *(process.node for process in planned.values())])
         free = {
             node: iter(self._supervisor.free_ports(node, count, self._place.addresses[node]))
             for node, count in wanted.items()
@@ -191,8 +238,19 @@ class Roles:
             orchestrator=f"http://{address(0)}",
             weights=f"http://{address(0)}",
             rendezvous=address(0),
-            engines=[f"http://{address(node)}" for node in nodes],
+            engines=[f"http://{address(planned[n].node)}" if n in planned else "" for n in numbers],
+            pools=[planned[n].pool if n in planned else "inference" for n in numbers],
         )
+
+
+@dataclass(frozen=True)
+class _Leaving:
+    """An engine on its way out of the run."""
+
+    process: Process
+    url: str
+    until: float
+    """Monotonic."""
 
 
 def words(running: Running) -> str:

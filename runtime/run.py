@@ -4,6 +4,8 @@ run.json          id, name, source file, when it began
 stack.json        the resolved stack: defaults filled in, overrides applied; the only thing roles read
 plan.json         processes, ports, cores
 endpoints.json    the addresses of this incarnation; an engine keeps its own for the whole attempt
+scale.json        how many engines are asked for, and the answer (launch/scaling.py)
+scaled.json       the counts of engines that were asked for since the plan was made
 state.json        status, attempt, incarnation, role states, why it ended
 restore.json      the checkpoint from which this incarnation goes on
 handle.json       who carries the run (launch/handle.py)
@@ -39,6 +41,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from stackrl.runtime.versions import versions
+from stackrl.schemas.roles import Pool
 from stackrl.schemas.stack import Stack
 
 TOKEN_VARIABLE = "STACKRL_TOKEN"
@@ -61,9 +64,17 @@ class Endpoints:
     weights: str
     """URL at which trainer rank 0 serves weights."""
     engines: list[str]
-    """URL of each engine."""
+    """URL of each engine, by its number; empty for one that has left."""
     rendezvous: str
     """host:port where trainer ranks meet (torch's TCPStore)."""
+    pools: list[Pool] = field(default_factory=list)
+    """The key under `roles:` of each engine; where it is not said, `inference`."""
+
+    @property
+    def members(self) -> dict[str, Pool]:
+        """The engines that there are: URL → pool."""
+        pools = [*self.pools, *["inference"] * (len(self.engines) - len(self.pools))]
+        return {url: pool for url, pool in zip(self.engines, pools, strict=True) if url}
 
 
 @dataclass

@@ -1,8 +1,11 @@
-"""Which arguments of vLLM's server `inference.arguments` may not name, because the run decides them."""
+"""Which arguments vLLM's server has, and which of them a stack may not name, because the run decides them."""
 
 from __future__ import annotations
 
+import json
 import re
+from functools import cache
+from pathlib import Path
 
 RESERVED = {
     "model": "model",
@@ -21,6 +24,8 @@ RESERVED = {
     "tensor-parallel-size": "inference.tensor_parallel",
     "pipeline-parallel-size": "roles",
     "data-parallel-": "roles",
+    "enable-expert-parallel": "roles",
+    "kv-transfer-config": "roles",
     "max-model-len": "inference.max_model_length",
     "max-num-seqs": "inference.max_requests",
     "kv-cache-memory-bytes": "inference.cache_memory",
@@ -44,6 +49,9 @@ RESERVED = {
 }
 """Arguments of vLLM that are decided elsewhere, and where. One that ends in a dash stands for a family."""
 
+LIST = Path(__file__).with_name("vllm_arguments.json")
+"""Every argument of the vLLM that engines run on; a test compares it with vLLM's own parser."""
+
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]*(\.[A-Za-z0-9_.+-]+)?")
 
 
@@ -60,3 +68,9 @@ def refusal(name: str) -> str | None:
         if reserved.startswith(plain) or (reserved.endswith("-") and plain.startswith(reserved)):
             return f"is decided by {decider}"
     return None
+
+
+@cache
+def names() -> frozenset[str]:
+    """All arguments of vLLM's server, without dashes in front."""
+    return frozenset(json.loads(LIST.read_text())["names"])

@@ -21,6 +21,9 @@ class Inference(Model):
     """Longest sequence that an engine holds: prompt and reply."""
     max_requests: int = Field(default=256, ge=1)
     """Requests that an engine runs at once."""
+    concurrency: Literal["adaptive"] | Annotated[int, Field(ge=1)] = "adaptive"
+    """Rollouts that an engine has at once: as many as its cache has room for (`adaptive`), or a number; never
+    more than `max_requests`."""
     cache_memory: Size = "1GiB"
     """KV cache of an engine on CPU. On a GPU `gpu_memory` decides."""
     gpu_memory: float = Field(default=0.9, gt=0, le=1)
@@ -30,6 +33,11 @@ class Inference(Model):
     arguments: dict[str, JsonValue] = {}
     """Further arguments of vLLM's server, by their names without dashes in front: `{block-size: 32}`."""
 
+    @property
+    def most_rollouts(self) -> int:
+        """That an engine ever has at once."""
+        return self.max_requests if self.concurrency == "adaptive" else self.concurrency
+
 
 class _Weights(Model):
     kv: Literal["keep", "recompute"] = "keep"
@@ -38,11 +46,17 @@ class _Weights(Model):
     """Seconds that an update of an engine may take."""
 
 
+Content = Literal["full", "delta"]
+
+
 class PullWeights(_Weights):
     """Engines fetch new weights from the trainer over HTTP."""
 
     transport: Literal["pull"] = "pull"
     """How new weights travel."""
+    content: Content = "full"
+    """`delta`: only what changed since the version that an engine has, which it then keeps in its machine's
+    memory. To the bit the same; worth it where the model is bfloat16 and the network slow."""
 
 
 class FolderWeights(_Weights):
@@ -52,19 +66,29 @@ class FolderWeights(_Weights):
     """How new weights travel."""
     path: str | None = None
     """The folder; by default one in the run's own folder."""
+    content: Content = "full"
+    """`delta`: only what changed since the version before, and all of it now and then. Trainer and engines
+    keep the version before in their machines' memory."""
 
 
-class NcclWeights(_Weights):
-    """Collective broadcast between GPUs."""
+class CollectiveWeights(_Weights):
+    """The trainer broadcasts new weights to all engines at once; one that comes late fetches them alone."""
 
-    transport: Literal["nccl"]
+    transport: Literal["collective"]
     """How new weights travel."""
+    backend: Literal["gloo", "nccl"] | None = None
+    """What carries them: by default nccl between GPUs, gloo between CPUs."""
+    bucket: Size = "256MiB"
+    """Tensors that travel as one; a larger tensor travels in slices of this size. The trainer and each engine
+    hold two."""
+    gather: float = Field(default=5.0, gt=0)
+    """Seconds that a broadcast waits for an engine that has taken the version before, and does not come."""
 
 
 Weights = Annotated[
     Annotated[PullWeights, Tag("pull")]
     | Annotated[FolderWeights, Tag("folder")]
-    | Annotated[NcclWeights, Tag("nccl")],
+    | Annotated[CollectiveWeights, Tag("collective")],
     variant("transport", default="pull"),
 ]
 

@@ -8,6 +8,9 @@ from pydantic import Field, JsonValue
 
 from stackrl.schemas.base import Model, Size
 
+Pool = Literal["inference", "prefill", "decode"]
+"""A key under `roles:` that names engines."""
+
 Count = Annotated[int, Field(ge=1)]
 
 Resources = Annotated[dict[str, JsonValue], Field(min_length=1, examples=["{accelerators: 'B200:8'}"])]
@@ -42,6 +45,14 @@ class EngineRole(Model):
     """Run on the trainer's own GPU."""
     engine_memory: Size | None = None
     """With `share`: how much of the GPU's memory the engine takes."""
+    tensor_parallel: Count | None = None
+    """GPUs that a copy of the model is divided over, in this pool; by default `inference.tensor_parallel`."""
+    data_parallel: Count = 1
+    """Copies of the model in one engine of this pool, which share its address."""
+    expert_parallel: bool = False
+    """Whole experts on each of the engine's GPUs, not a part of each expert."""
+    arguments: dict[str, JsonValue] = {}
+    """Further arguments of vLLM's server in this pool, laid over `inference.arguments`."""
 
 
 class Roles(Model):

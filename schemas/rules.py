@@ -12,10 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path as File
 
 from stackrl.schemas import skypilot
-from stackrl.schemas.engine_arguments import refusal
 from stackrl.schemas.model import PretrainedModel, RandomModel
 from stackrl.schemas.problems import Path, Problem, at
 from stackrl.schemas.rules_of_arguments import arguments_agree, images_have_containers, judges_can_judge
+from stackrl.schemas.rules_of_concurrency import rollouts_find_room
 from stackrl.schemas.rules_of_data import (
     evaluations_need_engines,
     needs_engines,
@@ -43,6 +43,7 @@ from stackrl.schemas.rules_of_operation import (
     shared_checkpoints,
 )
 from stackrl.schemas.rules_of_optimizers import changes_belong, nesterov_has_momentum, schedules_fit
+from stackrl.schemas.rules_of_pools import engine_arguments, experts_are_there, pairs_agree
 from stackrl.schemas.rules_of_repositories import (
     rollouts_are_bounded_where_they_are_led,
     tests_leave_time_to_work,
@@ -65,6 +66,7 @@ from stackrl.schemas.rules_of_signals import (
     references_see_the_same_temperature,
 )
 from stackrl.schemas.rules_of_tasks import keys_are_spelt, nodes_are_counted, secrets_are_not_written
+from stackrl.schemas.rules_of_weights import broadcasts_have_their_gpus, buckets_are_worth_it
 from stackrl.schemas.rules_of_workers import packages_are_named, packages_do_not_collide, workers_have_work
 from stackrl.schemas.split import Task, is_mixed, kinds_of_role, roles_of
 from stackrl.schemas.stack import Stack, settings_of
@@ -163,13 +165,6 @@ def environment_arguments(stack: Stack) -> Problems:
     for path, environments in environment_lists(stack):
         for index, environment in enumerate(environments):
             yield from problems_by(schema_of(environment.type), environment.args, (*path, index, "args"))
-
-
-def engine_arguments(stack: Stack) -> Problems:
-    """`inference.arguments` cannot undo what is decided elsewhere."""
-    for name in stack.inference.arguments:
-        if why := refusal(name):
-            yield Problem(at("inference", "arguments", name), why, "remove it here", at_key=True)
 
 
 def model_holds_replies(stack: Stack) -> Problems:
@@ -354,6 +349,10 @@ STACK_RULES = (
     packages_do_not_collide,
     workers_have_work,
     engine_arguments,
+    pairs_agree,
+    rollouts_find_room,
+    experts_are_there,
+    buckets_are_worth_it,
     model_holds_replies,
     context_divides_heads,
     folders_have_no_revision,
@@ -379,6 +378,7 @@ TASK_RULES = (
     all_roles_compute_alike,
     machines_end_alike,
     device_fits,
+    broadcasts_have_their_gpus,
     accelerators_are_known,
     degrees_divide,
     engines_fill_their_gpus,

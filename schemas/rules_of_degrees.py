@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from math import prod
 
 from stackrl.schemas.degrees import experts_of
+from stackrl.schemas.pools import gpus_of_engine
 from stackrl.schemas.problems import Problem, at
 from stackrl.schemas.shapes import heads_divide, shape_of
 from stackrl.schemas.split import Task, gpus_of_role, nodes_of_role, roles_of, trainer_ranks
@@ -49,11 +50,16 @@ def context_divides_heads(stack: Stack) -> Iterator[Problem]:
 
 def engines_fill_their_gpus(stack: Stack, task: Task) -> Iterator[Problem]:
     """Of the engines."""
-    width = stack.inference.tensor_parallel
-    for name, _ in roles_of(stack):
-        nodes = nodes_of_role(stack, task, name)
+    for name, role in roles_of(stack):
+        if name == "trainer":
+            continue
+        nodes, width = nodes_of_role(stack, task, name), gpus_of_engine(stack, name)
         gpus = gpus_of_role(stack, task, name) // max(nodes, 1)
-        if name != "trainer" and gpus and gpus % width:
+        if gpus and gpus % width:
             which = f"the {gpus} GPUs of each node of {name}" if nodes else f"the {gpus} GPUs of {name}"
             what = f"engines of {width} GPUs do not fill {which}"
-            yield Problem(at("inference", "tensor_parallel"), what, "choose a degree that divides them")
+            if nodes and width > gpus:
+                what = f"an engine of {width} GPUs would span nodes of {gpus}, and engines stay on one"
+            own = role.tensor_parallel or role.data_parallel > 1
+            path = at("roles", name) if own else at("inference", "tensor_parallel")
+            yield Problem(path, what, "choose a degree that divides them")

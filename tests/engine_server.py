@@ -34,6 +34,9 @@ ONE_PROCESS_LESS = {"distributed-executor-backend": "vllm.v1.executor.uniproc_ex
 learns (end_to_end/test_learning.py) has it apart, as vLLM has it on CPUs by itself."""
 WIDER = {"llama": {"hidden_size": 128}}
 """What a kind is served with: vLLM on CPUs has no attention heads of 16."""
+LONG = "qwen3-long"
+"""The plain kind, with room for rollouts that are long."""
+LENGTHS = {LONG: 2048}
 READY_TIMEOUT = 400.0
 """Seconds; vLLM needs over 100 on a busy machine."""
 
@@ -50,6 +53,7 @@ class RealEngine:
     log: Path
     first_words: list[tuple[list[int], Generation]]
     """Prompts, and what the engine said to them with the weights that it started with."""
+    pid: int
 
 
 @pytest.fixture(scope="session")
@@ -58,7 +62,9 @@ def real_engine(
 ) -> Iterator[RealEngine]:
     """A server of a tiny model: qwen3, or the kind that tests are parametrised with (`indirect`).
 
-    The tests of a kind follow each other (conftest.py), so each is started once and never two at a time.
+    The tests of a kind follow each other (conftest.py), so each is started once and never two at a time. That
+    holds where `parametrize` lists it alone or with fixtures of the session: beside a plain argument or one
+    of a test, pytest ends it after every test.
     """
     kind = getattr(request, "param", None) or PLAIN
     with _serve(kind, tmp_path_factory.mktemp(kind)) as engine:
@@ -88,7 +94,7 @@ def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
     from tiny_models import Versions, tiny_config, tiny_model
 
     model = tiny_model(tiny_config(kind, **WIDER.get(kind, {})))
-    run, url = _make_run(folder)
+    run, url = _make_run(folder, LENGTHS.get(kind, 256))
     _save(model, folder / "made", run.model)
     log = folder / "engine.log"
     line = [sys.executable, "-m", "stackrl.runtime.inference", str(run.path), "--engine", "0"]
@@ -103,7 +109,7 @@ def _serve(kind: str, folder: Path) -> Iterator[RealEngine]:
         )
     try:
         _wait(url, process, log)
-        yield RealEngine(url, TOKEN, run, Versions(model), log, asyncio.run(_first_words(url)))
+        yield RealEngine(url, TOKEN, run, Versions(model), log, asyncio.run(_first_words(url)), process.pid)
     finally:
         _end(process)
 
@@ -147,8 +153,8 @@ async def _first_words(url: str) -> list[tuple[list[int], Generation]]:
     return said
 
 
-def _make_run(folder: Path) -> tuple[RunFolder, str]:
-    """A run folder with what an engine reads, but for the model."""
+def _make_run(folder: Path, length: int) -> tuple[RunFolder, str]:
+    """A run folder with what an engine reads, but for the model; ``length``: tokens that it has room for."""
     run = RunFolder(folder)
     url = f"http://127.0.0.1:{free_port()}"
     stack = Stack.model_validate(
@@ -158,7 +164,7 @@ def _make_run(folder: Path) -> tuple[RunFolder, str]:
             "model": {"init": "random", "architecture": "qwen3", "dtype": "float32"},
             "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
             "inference": {
-                "max_model_length": 256,
+                "max_model_length": length,
                 "max_requests": 16,
                 "cache_memory": "256MiB",
                 "arguments": ONE_PROCESS_LESS,

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from random import Random
 from typing import Any, TypeVar
 
 import numpy as np
 
-from stackrl.runtime.inference.client import EngineError, EngineLost, Generation, UpdateTimes
+from stackrl.runtime.inference.answers import Generation, Prefilled
+from stackrl.runtime.inference.client import EngineError, EngineLost, UpdateTimes
+from stackrl.runtime.inference.engine_metrics import EngineMetrics
 from stackrl.runtime.transport.messages import Span, Version
+from stackrl.schemas.roles import Pool
 
 Answer = Callable[[list[int], Random], list[int]]
 """From a prompt's ids and a source of randomness that its seed sets, to the ids of an answer."""
@@ -28,9 +32,18 @@ class FakeEngine:
         token_delay: float = 0.0,
         update_delay: float = 0.0,
         url: str = "http://fake",
+        pool: Pool = "inference",
     ) -> None:
         self.answer, self.token_delay, self.update_delay = answer, token_delay, update_delay
-        self.url = url
+        self.url, self.pool = url, pool
+        self.prefills: list[dict] = []
+        """Prompts that it was to prefill, in order."""
+        self.fault_of_transfer: Callable[[Prefilled], None] = lambda prefilled: None
+        """Called when this engine fetches the keys of a prompt; may raise."""
+        self.transfer_delay = 0.0
+        self.forgot = 0
+        """Times that its prefix cache was emptied."""
+        self.fetched = 0
         self.held: Version | None = FIRST
         """None: weights of no version, as an update that was broken off leaves them."""
         self.updates: list[tuple[Version, str]] = []
@@ -39,6 +52,8 @@ class FakeEngine:
         self.asked: list[list[int]] = []
         """Tokens whose logprobs it was asked for."""
         self.running = 0
+        self.room, self.preemptions = 1000, 0
+        """See `metrics`."""
         self.fault: Callable[[dict], None] = lambda request: None
         """Called with each request; may raise."""
         self.fault_of_update: Callable[[Version], None] = lambda version: None
@@ -86,6 +101,8 @@ class FakeEngine:
         stop_token_ids: Sequence[int],
         request_id: str,
         routes_from: int = 0,
+        prefilled: Prefilled | None = None,
+        on_first_token: Callable[[], None] = lambda: None,
     ) -> Generation:
         request = {
             "tokens": list(tokens),
@@ -99,7 +116,26 @@ class FakeEngine:
         }
         assert request_id not in {earlier["id"] for earlier in self.requests}, "a request id is used twice"
         self.requests.append(request)
-        return await self._asked("POST /inference/v1/generate", 3600, self._sample(request, stop_token_ids))
+        if prefilled is None:
+            work = self._sample(request, stop_token_ids)
+        else:
+            request["prefilled"] = prefilled
+            work = self._sample_elsewhere(request, stop_token_ids, prefilled, on_first_token)
+        return await self._asked("POST /inference/v1/generate", 3600, work)
+
+    async def prefill(self, tokens: Sequence[int], *, salt: str, request_id: str) -> Prefilled:
+        request = {"tokens": list(tokens), "salt": salt, "id": request_id, "held": self.held}
+        self.prefills.append(request)
+        return await self._asked("POST /inference/v1/generate", 3600, self._keep(request))
+
+    async def fetched_bytes(self) -> float:
+        return float(self.fetched)
+
+    async def metrics(self, within: float = 60.0) -> EngineMetrics:
+        return await self._asked("GET /metrics", within, self._tell())
+
+    async def forget_prompts(self, within: float = 60.0) -> None:
+        self.forgot += 1
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """See `told_of`."""
@@ -150,6 +186,41 @@ class FakeEngine:
             routes=routes_of([*request["tokens"], *answer[:-1]])[request["routes_from"] :]
             if self.tells_routes
             else None,
+        )
+
+    async def _sample_elsewhere(
+        self, request: dict, stop: Sequence[int], prefilled: Prefilled, on_first_token: Callable[[], None]
+    ) -> Generation:
+        """As an engine of `roles.decode`, which fetches the prompt's keys first."""
+        assert prefilled.transfer["tokens"] == request["tokens"], "the keys are those of another prompt"
+        await asyncio.sleep(self.transfer_delay)
+        self.fault_of_transfer(prefilled)
+        await self._going.wait()
+        self.fetched += len(request["tokens"])
+        on_first_token()
+        return replace(await self._sample(request, stop), prefilled=prefilled.version)
+
+    async def _keep(self, request: dict) -> Prefilled:
+        """As an engine of `roles.prefill`."""
+        self.fault(request)
+        await asyncio.sleep(self.token_delay)
+        return Prefilled(await self._label(), 0, {"tokens": request["tokens"], "url": self.url})
+
+    async def _tell(self) -> EngineMetrics:
+        """`room` requests fill its cache; the others wait, and it has put back one when it was asked."""
+        running = min(self.running, self.room)
+        queued = self.running - running
+        self.preemptions += queued > 0
+        return EngineMetrics(
+            cache_use=running / self.room,
+            running=running,
+            queued=queued,
+            arriving=0,
+            preemptions=self.preemptions,
+            prompt_tokens=len(self.requests),
+            prompt_hits=0,
+            fetched_tokens=self.fetched,
+            fetched_bytes=float(self.fetched),
         )
 
     async def _told(self, tokens: Sequence[int]) -> np.ndarray:

@@ -133,18 +133,23 @@ class Versions:
         kv: str,
         temperature: float = 1.0,
         newer_keys_from: int = -1,
+        prefilled: int | None = None,
     ) -> torch.Tensor:
         """Logprobs [T] of ``tokens`` after ``prompt``, each by the version of its span (start, end, number).
 
         With ``kv`` keep, a version attends to the keys that the versions before it have cached; with
         recompute, to its own. ``newer_keys_from`` says at which token, counted from the start of a span, the
-        keys of that span's version begin: -1, the last token before it.
+        keys of that span's version begin: -1, the last token before it. ``prefilled``: the version that made
+        the prompt's keys in an engine of its own, up to the last token's.
         """
         parts, cache = [], DynamicCache()
         everything = torch.tensor([[*prompt, *tokens]])
+        fetched = 0 if prefilled is None else len(prompt) - 1
+        if fetched:
+            self.set(prefilled)(everything[:, :fetched], past_key_values=cache)
         for start, end, number in spans:
             model = self.set(number)
-            first = len(prompt) + start + newer_keys_from if start else 0
+            first = len(prompt) + start + newer_keys_from if start else fetched
             last = len(prompt) + end - 1
             if kv == "recompute":
                 logits = model(everything[:, :last]).logits[0, -(end - start) :]

@@ -64,6 +64,9 @@ BAD = {
             "type: swe, args: {dataset: swe-bench-verified, sandbox: {type: bubblewrap}}",
         )
     ),
+    "more rollouts than an engine runs": changed(
+        (ROLES, ROLES + "    inference: {max_requests: 16, concurrency: 64}\n")
+    ),
     "a group that is larger than a step": changed(
         ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, group_size: 65")
     ),
@@ -99,6 +102,21 @@ BAD = {
             "type: reverse_text, args: {letters: [3, 6]}",
             "type: swe, args: {dataset: miniature, sandbox: {type: host}}",
         )
+    ),
+    "tests that leave no time to work": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: swe, args: {dataset: miniature, test_timeout: 500}",
+        )
+    ),
+    "tests whose time nobody gave": changed(
+        (
+            "type: reverse_text, args: {letters: [3, 6]}",
+            "type: swe, args: {dataset: miniature}, sampling: {timeout: 400}",
+        )
+    ),
+    "a bound on rollouts that take no room": changed(
+        ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, at_once: 4")
     ),
     "keys of another sandbox": changed(
         (
@@ -247,6 +265,37 @@ BAD |= {
     "two rests": changed(
         *stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: rest}, decode: {gpus: rest}}")
     ),
+    "an argument that vLLM does not know": changed(
+        ("    roles:", "    inference: {arguments: {blok-size: 32}}\n    roles:")
+    ),
+    "an argument of a pool that the run decides": changed(
+        (
+            "inference: {processes: 1}",
+            "inference: {processes: 1, arguments: {port: 8000, kv_transfer_config: {}}}",
+        )
+    ),
+    "pools that divide keys unlike": changed(
+        *stacks.gpus(
+            8,
+            "{trainer: {gpus: 3}, prefill: {gpus: 3, tensor_parallel: 3}, "
+            "decode: {gpus: 2, tensor_parallel: 2}}",
+        )
+    ),
+    "experts of a model without any": changed(
+        ("inference: {processes: 1}", "inference: {processes: 1, expert_parallel: true}")
+    ),
+    "two pools on the trainer's GPU": changed(
+        *stacks.gpus(
+            1,
+            "{trainer: {gpus: 1}, prefill: {share: trainer, engine_memory: 8GiB}, "
+            "decode: {share: trainer, engine_memory: 8GiB}}",
+        )
+    ),
+    "an engine that would span nodes": changed(
+        ("num_nodes: 1\n", "num_nodes: 3\nsecrets: [STACKRL_TOKEN]\nresources: {accelerators: 'H100:8'}\n"),
+        ("trainer: {processes: 1}", "trainer: {nodes: 1}"),
+        ("inference: {processes: 1}", "inference: {nodes: 2, tensor_parallel: 8, data_parallel: 2}"),
+    ),
     "prefill without decode": changed(*stacks.gpus(8, "{trainer: {gpus: 4}, prefill: {gpus: 4}}")),
     "an engine that shares without a limit": changed(
         *stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer}}")
@@ -358,6 +407,16 @@ BAD |= {
     ),
     "answers of a teacher that is not there": changed(
         ("args: {letters: [3, 6]}", "args: {letters: [3, 6]}, component: ce, sampled_by: reference"),
+    ),
+    "a broadcast between GPUs that are not there": changed(
+        ("    roles:", "    weights: {transport: collective, backend: nccl, bucket: 4KiB}\n    roles:"),
+    ),
+    "a broadcast from a GPU to itself": changed(
+        *stacks.gpus(
+            1,
+            "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 8GiB}}",
+            "    weights: {transport: collective}\n",
+        ),
     ),
 }
 

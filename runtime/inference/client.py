@@ -3,35 +3,39 @@
 from __future__ import annotations
 
 import asyncio
-import base64
-import io
 import json
 import logging
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal, TypeVar
 
 import aiohttp
 import msgspec
 import numpy as np
 
+from stackrl.runtime.inference.answers import (
+    BROKEN_LABEL,
+    Generation,
+    Prefilled,
+    read_generation,
+    read_label,
+    read_prefilled,
+    read_prompt_logprobs,
+    whole,
+)
+from stackrl.runtime.inference.engine_metrics import EngineMetrics, read_metrics
 from stackrl.runtime.inference.server import KEEP_ALIVE, SERVED_NAME
 from stackrl.runtime.transport.auth import bearer
-from stackrl.runtime.transport.messages import MessageError, Span, Version
+from stackrl.runtime.transport.messages import MessageError, Version
+from stackrl.schemas.roles import Pool
 
-FIRST_LABEL = "default"
-"""vLLM's label for the weights that it started with."""
-FIRST_VERSION = Version(0, 0)
-BROKEN_LABEL = "incomplete update"
-"""Our label for weights of which only a part may be new. It is no version, so such tokens are refused."""
-LEAST_LOGPROB = -1000.0
-"""vLLM writes -9999 for what is not finite."""
 CONTROL_TIMEOUT = 60.0
 """Seconds for a call that only passes an order on: resume, label, version."""
-
-
+GENERATE = "/inference/v1/generate"
+"""vLLM's route that takes tokens and gives tokens."""
 _JSON = {"Content-Type": "application/json"}
+_A, _T = TypeVar("_A"), TypeVar("_T")
 log = logging.getLogger(__name__)
 
 
@@ -41,24 +45,6 @@ class EngineError(RuntimeError):
 
 class EngineLost(EngineError):
     """An engine that cannot be reached or gives no answer. It may come back, with its first weights."""
-
-
-@dataclass(frozen=True)
-class Generation:
-    """A reply of T tokens; ``logprobs`` float [T] at the sampling temperature.
-
-    The stop token, if it was sampled, is the last token. ``spans`` cover the T tokens. ``cached`` counts
-    tokens of the prompt whose keys were in the engine's prefix cache. ``routes``, from an engine that tells
-    them: of each token but the last, from the one that was asked for on, prompt included, the experts that it
-    went through, int8 or int16 [tokens, layers, experts per token] as in Sample.
-    """
-
-    tokens: list[int]
-    logprobs: list[float]
-    spans: list[Span]
-    finish_reason: Literal["stop", "length"]
-    cached: int
-    routes: np.ndarray | None = None
 
 
 @dataclass(frozen=True)
@@ -73,8 +59,9 @@ class UpdateTimes:
 class Engine:
     """Client of one vLLM server. Any number of requests may run at once."""
 
-    def __init__(self, url: str, token: str, *, timeout: float = 600) -> None:
-        self.url = url.rstrip("/")
+    def __init__(self, url: str, token: str, *, timeout: float = 600, pool: Pool = "inference") -> None:
+        """``pool``: the key under `roles:` that it belongs to."""
+        self.url, self.pool = url.rstrip("/"), pool
         self._token = token
         self._timeout = timeout
         self._updating = asyncio.Lock()
@@ -110,11 +97,14 @@ class Engine:
         stop_token_ids: Sequence[int],
         request_id: str,
         routes_from: int = 0,
+        prefilled: Prefilled | None = None,
+        on_first_token: Callable[[], None] = lambda: None,
     ) -> Generation:
         """Sample a reply to the prompt ``tokens``: up to ``max_tokens`` and up to the engine's length.
 
         Only ``stop_token_ids`` end a reply earlier. Requests with the same ``salt`` share cached prompts. An
-        engine that tells routes does so from the prompt's token ``routes_from`` on.
+        engine that tells routes does so from the prompt's token ``routes_from`` on. ``prefilled``: where the
+        prompt's keys are fetched from; they have arrived when ``on_first_token`` is called.
         When the caller is cancelled, so is the request in the engine. Raises EngineError.
         """
         body = {
@@ -136,11 +126,37 @@ class Engine:
                 "routed_experts_prompt_start": routes_from,
             },
         }
-        answer = await self._call("POST", "/inference/v1/generate", body, self._timeout, keep_alive=True)
-        try:
-            return _read_generation(answer)
-        except (KeyError, TypeError, ValueError) as error:
-            raise EngineError(f"engine {self.url}: generate {request_id}: {error}") from error
+        if prefilled is None:
+            answer = await self._call("POST", GENERATE, body, self._timeout, keep_alive=True)
+            return self._read(read_generation, answer, request_id)
+        body["kv_transfer_params"] = prefilled.transfer
+        # the first token alone, then the rest at once
+        body |= {"stream": True, "stream_options": {"include_usage": True}}
+        body["sampling_params"]["stream_interval"] = max_tokens + 1
+        stream = await self._content("POST", GENERATE, body, self._timeout, True, on_first_token)
+        generation = self._read(read_generation, self._read(whole, stream, request_id), request_id)
+        return replace(generation, prefilled=prefilled.version)
+
+    async def prefill(self, tokens: Sequence[int], *, salt: str, request_id: str) -> Prefilled:
+        """Compute the keys of the prompt ``tokens`` and keep them for a decode engine, which is to fetch them
+        soon. Only an engine of `roles.prefill` does. Raises EngineError."""
+        body = {
+            "model": SERVED_NAME,
+            "request_id": request_id,
+            "token_ids": list(tokens),
+            "cache_salt": salt,
+            "sampling_params": {"max_tokens": 1, "temperature": 0.0, "ignore_eos": True, "detokenize": False},
+            "kv_transfer_params": {
+                "do_remote_decode": True,
+                "do_remote_prefill": False,
+                "remote_engine_id": None,
+                "remote_block_ids": None,
+                "remote_host": None,
+                "remote_port": None,
+            },
+        }
+        answer = await self._call("POST", GENERATE, body, self._timeout, keep_alive=True)
+        return self._read(read_prefilled, answer, request_id)
 
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """Of each token after those before it, at temperature 1: float32 [T], 0 for the first.
@@ -152,7 +168,7 @@ class Engine:
             "token_ids": list(tokens),
             "sampling_params": {"max_tokens": 1, "prompt_logprobs": 0, "seed": 0, "detokenize": False},
         }
-        answer = await self._call("POST", "/inference/v1/generate", body, self._timeout, keep_alive=True)
+        answer = await self._call("POST", GENERATE, body, self._timeout, keep_alive=True)
         try:
             return await asyncio.to_thread(read_prompt_logprobs, answer, tokens)
         except ValueError as error:
@@ -192,6 +208,25 @@ class Engine:
         """
         async with self._updating:
             return await self._update(version, source, kv, timeout)
+
+    async def fetched_bytes(self) -> float:
+        """Of keys that a decode engine has got from prefill engines since its start. Raises EngineError."""
+        told = _text(await self._content("GET", "/metrics", None, CONTROL_TIMEOUT, False))
+        lines = [line for line in told.splitlines() if line.startswith("vllm:nixl_bytes_transferred_sum")]
+        return sum(float(line.rpartition(" ")[2]) for line in lines)
+
+    async def metrics(self, within: float = CONTROL_TIMEOUT) -> EngineMetrics:
+        """How busy it is. Raises EngineError."""
+        told = _text(await self._content("GET", "/metrics", None, within, True))
+        return self._read(read_metrics, told, "metrics")
+
+    async def forget_prompts(self, within: float = CONTROL_TIMEOUT) -> None:
+        """Empty the prefix cache. Raises EngineError where requests still hold it after so many seconds."""
+        deadline = time.monotonic() + within
+        while not (await self._call("POST", "/reset_prefix_cache", None, within))["success"]:
+            if time.monotonic() > deadline:
+                raise EngineError(f"engine {self.url}: its prefix cache was in use for {within:g} s")
+            await asyncio.sleep(0.2)
 
     async def close(self) -> None:
         while self._sessions:
@@ -240,7 +275,7 @@ class Engine:
 
     def _version_of(self, label: str) -> Version:
         try:
-            return _read_label(label)
+            return read_label(label)
         except MessageError as error:
             raise EngineError(f"engine {self.url}: {error}") from error
 
@@ -248,7 +283,25 @@ class Engine:
         self, method: str, path: str, body: dict[str, Any] | None, timeout: float, keep_alive: bool = False
     ) -> Any:
         """The JSON that a route answers. Raises EngineLost without an answer, EngineError on a refusal."""
+        content = await self._content(method, path, body, timeout, keep_alive)
+        try:
+            return msgspec.json.decode(content)  # an answer of many tokens must not keep others waiting
+        except (ValueError, msgspec.DecodeError) as error:
+            operation = f"engine {self.url}: {method} {path.partition('?')[0]}"
+            raise EngineError(f"{operation} answered no JSON: {_text(content)[:200]!r}") from error
+
+    async def _content(
+        self,
+        method: str,
+        path: str,
+        body: dict[str, Any] | None,
+        timeout: float,
+        keep_alive: bool,
+        on_first_part: Callable[[], None] = lambda: None,
+    ) -> bytes:
+        """What a route answers. Raises EngineLost without an answer, EngineError on a refusal."""
         operation = f"engine {self.url}: {method} {path.partition('?')[0]}"
+        parts: list[bytes] = []
         try:
             async with self._session(keep_alive).request(
                 method,
@@ -257,18 +310,25 @@ class Engine:
                 headers=None if body is None else _JSON,
                 timeout=aiohttp.ClientTimeout(total=timeout),
             ) as response:
-                content = await response.read()
+                async for part in response.content.iter_any():
+                    if not parts:
+                        on_first_part()
+                    parts.append(part)
         except TimeoutError as error:
             raise EngineLost(f"{operation} got no answer in {timeout:.4g} s") from error
         except aiohttp.ClientError as error:
             reason = str(error) or type(error).__name__
             raise EngineLost(f"{operation} failed: {reason}; see the engine's log") from error
         if response.status != 200:
-            raise EngineError(f"{operation} answered {response.status}: {_reason(_text(content))}")
+            raise EngineError(f"{operation} answered {response.status}: {_reason(_text(b''.join(parts)))}")
+        return b"".join(parts)
+
+    def _read(self, reader: Callable[[_A], _T], answer: _A, request_id: str) -> _T:
+        """What ``reader`` makes of an answer. Raises EngineError where it is not what it should be."""
         try:
-            return msgspec.json.decode(content)  # an answer of many tokens must not keep others waiting
-        except (ValueError, msgspec.DecodeError) as error:
-            raise EngineError(f"{operation} answered no JSON: {_text(content)[:200]!r}") from error
+            return reader(answer)
+        except (KeyError, IndexError, TypeError, ValueError, msgspec.DecodeError) as error:
+            raise EngineError(f"engine {self.url}: generate {request_id}: {error}") from error
 
     def _session(self, keep_alive: bool) -> aiohttp.ClientSession:
         """Generation keeps its connections; an order gets one of its own.
@@ -282,69 +342,6 @@ class Engine:
                 connector=connector, headers=bearer(self._token)
             )
         return self._sessions[keep_alive]
-
-
-def read_prompt_logprobs(answer: dict[str, Any], tokens: Sequence[int]) -> np.ndarray:
-    """vLLM's `prompt_logprobs`: float32 [T], 0 for the first token. Raises ValueError for anything else."""
-    told = answer.get("prompt_logprobs")
-    if not isinstance(told, list) or len(told) != len(tokens):
-        found = len(told) if isinstance(told, list) else "no"
-        raise ValueError(f"logprobs of {found} tokens came for {len(tokens)}; is it a server of vLLM?")
-    result = np.zeros(len(tokens), dtype="<f4")
-    try:
-        for place in range(1, len(tokens)):
-            result[place] = max(float(told[place][str(tokens[place])]["logprob"]), LEAST_LOGPROB)
-    except (KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"no logprob of token {tokens[place]} at {place} came: {error!r}") from error
-    if not (result <= 1e-3).all():
-        raise ValueError(f"what came are no logprobs: the largest is {result.max():g}")
-    return result
-
-
-def _read_generation(answer: dict[str, Any]) -> Generation:
-    """Raises KeyError, TypeError or ValueError where the answer is not a whole generation."""
-    [choice] = answer["choices"]
-    tokens = choice["token_ids"]
-    content = choice["logprobs"]["content"]
-    if [entry["token_id"] for entry in content] != tokens:
-        raise ValueError("the logprobs are not those of the sampled tokens")
-    logprobs = [entry["logprob"] for entry in content]
-    if logprobs and (min(logprobs) <= LEAST_LOGPROB or max(logprobs) > 0):
-        raise ValueError("the engine sampled a token whose logprob is not finite")
-    if choice["finish_reason"] not in ("stop", "length"):
-        raise ValueError(f"the request ended by {choice['finish_reason']!r}")
-    spans = [
-        Span(span["start"], span["end"], _read_label(span["version"])) for span in choice["weight_versions"]
-    ]
-    ends = [0, *(span.end for span in spans)]
-    if ends != [*(span.start for span in spans), len(tokens)] or any(s.start >= s.end for s in spans):
-        raise ValueError("the version spans do not cover the tokens")
-    details = answer["usage"].get("prompt_tokens_details") or {}
-    written = choice.get("routed_experts")
-    return Generation(
-        tokens,
-        logprobs,
-        spans,
-        choice["finish_reason"],
-        details.get("cached_tokens") or 0,
-        None if written is None else _read_routes(written),
-    )
-
-
-def _read_routes(written: str) -> np.ndarray:
-    """Of an array in numpy's own format, in base64. Raises ValueError where it is anything else."""
-    file = io.BytesIO(base64.b64decode(written, validate=True))
-    routes = np.lib.format.read_array(file, allow_pickle=False)
-    if routes.ndim != 3 or routes.dtype.kind != "u":
-        raise ValueError(f"its routes are {routes.dtype} {list(routes.shape)}, not [tokens, layers, experts]")
-    return routes.astype("|i1" if routes.max(initial=0) <= np.iinfo("|i1").max else "<i2")
-
-
-def _read_label(label: str) -> Version:
-    """Raises MessageError for a label that is no version, as after a failed update."""
-    if label == BROKEN_LABEL:
-        raise MessageError("its weights are of no version since an update failed; update it again")
-    return FIRST_VERSION if label == FIRST_LABEL else Version.parse(label)
 
 
 def _text(content: bytes) -> str:

@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import numpy as np
 
-from stackrl.runtime.inference.client import LEAST_LOGPROB, Generation, read_prompt_logprobs
+from stackrl.runtime.inference.answers import LEAST_LOGPROB, Generation, read_prompt_logprobs
 from stackrl.runtime.transport.messages import Span, Version
 
 RETRY_AFTER = 1.0

@@ -13,11 +13,14 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from urllib.parse import urlsplit
 
+from stackrl.runtime.inference import disaggregation
 from stackrl.runtime.inference.plugin import BACKEND
+from stackrl.runtime.interfaces import collectives_at
 from stackrl.runtime.run import CORES_VARIABLE
 from stackrl.schemas.base import size_in_bytes
 from stackrl.schemas.engine_arguments import refusal
-from stackrl.schemas.inference import Inference
+from stackrl.schemas.pools import gpus_of_engine, inference_of, role_of
+from stackrl.schemas.roles import Pool
 from stackrl.schemas.stack import Stack
 
 SERVED_NAME = "policy"
@@ -28,21 +31,26 @@ PREFILL_TOKENS = 4096
 """Tokens that an engine on CPU prefills in one step, at least."""
 
 
-def command(stack: Stack, model: Path, url: str, gpu_bytes: int | None = None) -> list[str]:
-    """The server's command line. ``gpu_bytes``: the memory of one GPU, needed where an engine shares it.
+def command(
+    stack: Stack, model: Path, url: str, gpu_bytes: int | None = None, pool: Pool = "inference"
+) -> list[str]:
+    """The server's command line. ``gpu_bytes``: the memory of one GPU, needed where an engine shares it;
+    ``pool``: the key under `roles:` that the engine belongs to.
 
     Raises ValueError where `inference.arguments` names what is decided elsewhere.
     """
-    address = urlsplit(url)
+    address, inference, role = urlsplit(url), inference_of(stack, pool), role_of(stack, pool)
     arguments = {
         "model": str(model),
         "served-model-name": SERVED_NAME,
         "host": address.hostname,
         "port": address.port,
         "dtype": stack.model.dtype,
-        "tensor-parallel-size": stack.inference.tensor_parallel,
-        "max-model-len": stack.inference.max_model_length,
-        "max-num-seqs": stack.inference.max_requests,
+        "tensor-parallel-size": inference.tensor_parallel,
+        "data-parallel-size": role.data_parallel,
+        "enable-expert-parallel": role.expert_parallel,
+        "max-model-len": inference.max_model_length,
+        "max-num-seqs": inference.max_requests,
         "seed": stack.seed,
         # tokens in, tokens out
         "skip-tokenizer-init": True,
@@ -65,16 +73,23 @@ def command(stack: Stack, model: Path, url: str, gpu_bytes: int | None = None) -
     if stack.inference.quantization:
         arguments["quantization"] = stack.inference.quantization
     arguments |= _on_cpu(stack) if stack.device == "cpu" else _on_gpu(stack, gpu_bytes)
-    arguments |= _further(stack.inference)
+    if pool != "inference":
+        arguments |= disaggregation.arguments(stack)
+    arguments |= _further(stack, pool)
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *_flags(arguments)]
 
 
-def environment(stack: Stack, url: str, base: Mapping[str, str] = os.environ) -> dict[str, str]:
+def environment(
+    stack: Stack, url: str, base: Mapping[str, str] = os.environ, pool: Pool = "inference"
+) -> dict[str, str]:
     """The server's environment: ``base``, the run's token included, and what vLLM reads from it."""
-    result = dict(base) | {
+    host = urlsplit(url).hostname or ""
+    result = {
+        **collectives_at(host),
+        **base,
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that pause it and replace its weights
         "VLLM_HTTP_TIMEOUT_KEEP_ALIVE": str(KEEP_ALIVE),
-        "VLLM_HOST_IP": urlsplit(url).hostname or "",
+        "VLLM_HOST_IP": host,
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",
         # the model is a folder of the run: nothing is looked up
@@ -82,13 +97,26 @@ def environment(stack: Stack, url: str, base: Mapping[str, str] = os.environ) ->
         "TRANSFORMERS_OFFLINE": "1",
     }
     result.pop("VLLM_API_KEY", None)
+    if pool != "inference":
+        result |= disaggregation.environment(stack, url, role_of(stack, pool).data_parallel)
     if stack.trainer.mixture.router_replay:
         result["VLLM_USE_V2_MODEL_RUNNER"] = "1"  # the older one cannot tell which experts were chosen
     if stack.device == "cpu":
         # vLLM binds its workers' threads itself; the processes that only talk need one
-        result |= {"VLLM_CPU_OMP_THREADS_BIND": base.get(CORES_VARIABLE) or "auto", "OMP_NUM_THREADS": "1"}
+        bound = _bound(base.get(CORES_VARIABLE, ""), gpus_of_engine(stack, pool))
+        result |= {"VLLM_CPU_OMP_THREADS_BIND": bound, "OMP_NUM_THREADS": "1"}
         result.pop("VLLM_CPU_KVCACHE_SPACE", None)  # it would overrule --kv-cache-memory-bytes
     return result
+
+
+def _bound(cores: str, workers: int) -> str:
+    """``cores``, such as `0,1`, dealt to the engine's processes that compute; too few are shared in turn."""
+    if not cores or workers == 1:
+        return cores or "auto"
+    given = cores.split(",")
+    each = max(len(given) // workers, 1)
+    starts = [number * each % len(given) for number in range(workers)]
+    return "|".join(",".join(given[start : start + each]) for start in starts)
 
 
 def shares_gpu(stack: Stack) -> bool:
@@ -119,11 +147,12 @@ def _on_gpu(stack: Stack, gpu_bytes: int | None) -> dict[str, object]:
     return {"enforce-eager": not stack.inference.compile, "gpu-memory-utilization": share}
 
 
-def _further(inference: Inference) -> dict[str, object]:
-    for name in inference.arguments:
-        if why := refusal(name):
-            raise ValueError(f"inference.arguments.{name} {why}; remove it here")
-    return {name.replace("_", "-"): value for name, value in inference.arguments.items()}
+def _further(stack: Stack, pool: Pool) -> dict[str, object]:
+    for where, section in (("inference", stack.inference), (f"roles.{pool}", role_of(stack, pool))):
+        for name in section.arguments:
+            if why := refusal(name):
+                raise ValueError(f"{where}.arguments.{name} {why}; remove it here")
+    return inference_of(stack, pool).arguments
 
 
 def _flags(arguments: Mapping[str, object]) -> Iterator[str]:

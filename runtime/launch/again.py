@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from stackrl.runtime import checkpoints
+from stackrl.runtime.launch import scaling
 from stackrl.runtime.launch.admit import Planner, admit
 from stackrl.runtime.launch.planning.plan import make_plan
 from stackrl.runtime.launch.resume import refuse_against_checkpoint, refuse_changes
@@ -32,6 +33,7 @@ def go_on(
     refuse_changes(run, source, stack)
     run.write_source(source.path, source.hash, environment or {})
     run.write_plan(stack, plan)
+    scaling.keep(run)
     return run
 
 

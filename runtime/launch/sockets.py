@@ -140,6 +140,8 @@ def _known(endpoints: Endpoints) -> dict[int, Purpose]:
         int(endpoints.rendezvous.rpartition(":")[2] or 0): Purpose("meeting of the ranks (TCPStore)", False),
     }
     for index, url in enumerate(endpoints.engines):
+        if not url:
+            continue
         known[urlsplit(url).port] = Purpose(f"requests to engine {index} (HTTP)", True)
     return known
 

@@ -271,6 +271,9 @@ def told(event: Record) -> str:
     if name == "restarted":
         times = f" ({event['count']} in a row)" if event["count"] > 1 else ""
         return printable(f"{event['process']} started again{times}: {event['reason']}")
+    if name == "scaled":
+        names = [f"{one} joins" for one in event["joins"]] + [f"{one} leaves" for one in event["leaves"]]
+        return f"{event['pool']} {event['before']} → {event['after']} engines: {', '.join(names)}"
     if name == "stopping":
         return printable(f"stopping: {event['reason']}{'; a checkpoint is made first' * event['saves']}")
     if name == "data_ready":

@@ -17,6 +17,7 @@ from stackrl.runtime.inference.client import Engine, EngineError
 from stackrl.runtime.orchestrator.chat import TemplateError
 from stackrl.runtime.orchestrator.errors import BadInput, GuardStop, OrchestratorError, first_cause
 from stackrl.runtime.orchestrator.loop import orchestrate
+from stackrl.runtime.orchestrator.membership import Connect
 from stackrl.runtime.orchestrator.stop import Stop
 from stackrl.runtime.orchestrator.turns import put_the_loop_first
 from stackrl.runtime.run import RunFolder, run_token
@@ -40,13 +41,15 @@ async def _run(run: RunFolder, token: str) -> None:
     loop, task, stop = asyncio.get_running_loop(), asyncio.current_task(), Stop()
     loop.add_signal_handler(signal.SIGTERM, task.cancel)
     loop.add_signal_handler(STOP_SIGNAL, stop.ask)
-    await orchestrate(run, token, _engines(run, token), stop)
+    connect = _connector(run, token)
+    clients = [connect(url, pool) for url, pool in run.endpoints().members.items()]
+    await orchestrate(run, token, clients, stop, connect if clients else None)
 
 
-def _engines(run: RunFolder, token: str) -> list[Engine]:
-    """Clients of all engines, which give a reply all the time that its rollout has."""
+def _connector(run: RunFolder, token: str) -> Connect:
+    """Makes clients that give a reply all the time that its rollout has."""
     limit = longest_rollout(run.stack()) + _MARGIN
-    return [Engine(url, token, timeout=limit) for url in run.endpoints().engines]
+    return lambda url, pool: Engine(url, token, timeout=limit, pool=pool)
 
 
 def main() -> int:

@@ -21,14 +21,22 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from stackrl.runtime.inference.client import FIRST_VERSION, Engine, EngineError, EngineLost, Generation
+from stackrl.runtime.inference.answers import FIRST_VERSION, Generation, Prefilled
+from stackrl.runtime.inference.client import Engine, EngineError, EngineLost
+from stackrl.runtime.orchestrator.engine_load import EngineLoad
+from stackrl.runtime.orchestrator.transfers import Transfers
 from stackrl.runtime.transport.messages import Version
 from stackrl.schemas.inference import Weights
+from stackrl.schemas.roles import Pool
 
 RETRY_AFTER = 2.0
 """Seconds between something that failed and its repetition."""
+LOOK_EVERY = 0.05
+"""Seconds between two looks at what an engine that leaves still does."""
 HEALTH_EVERY = 5.0
 """Seconds between two questions to an engine that serves."""
+TRANSFER_LIMIT = 60.0
+"""Seconds that an update waits for prompts on their way between two engines."""
 
 log = logging.getLogger(__name__)
 
@@ -60,16 +68,23 @@ class EngineLife:
     """An engine from its start on, through all its deaths. ``live`` runs it; the rest asks it or uses it."""
 
     def __init__(
-        self, client: Engine, requests: int, weights: Weights, silence: float, on_change: Callable[[], None]
+        self,
+        client: Engine,
+        load: EngineLoad,
+        weights: Weights,
+        silence: float,
+        on_change: Callable[[], None],
     ) -> None:
         """``silence``: seconds without an answer, then it is lost. ``on_change`` hears of a new status."""
         self.client = client
-        self.slots = asyncio.Semaphore(requests)
+        self.load, self.slots = load, load.places
         self.status = Status.STARTING
         self.version: Version | None = None
         """What it holds; None: unknown, or weights of no version."""
         self.update_seconds = 0.0
         """That its newest update took; 0 where it came back with what was wanted."""
+        self.leaving = False
+        """Whether nothing is to begin on it any more, for it leaves the run."""
         self.reason = f"engine {client.url} has not answered yet"
         """Why it is away, with its address."""
         self._weights, self._silence, self._on_change = weights, silence, on_change
@@ -79,6 +94,8 @@ class EngineLife:
         self._news = asyncio.Event()
         """There is something to do before the next question is due."""
         self._serving = asyncio.Event()
+        self.transfers = Transfers()
+        """Prompts on their way to this engine, or from it."""
         self._running: set[asyncio.Timeout] = set()
         """One for each request, to end it by."""
         self._report: Report = lambda name, **fields: None
@@ -86,6 +103,11 @@ class EngineLife:
     @property
     def alive(self) -> bool:
         return self.status in (Status.SERVING, Status.UPDATING)
+
+    @property
+    def pool(self) -> Pool:
+        """The key under `roles:` that it belongs to."""
+        return self.client.pool
 
     def want(self, wanted: Wanted) -> None:
         """Hold this from now on. Requests begin again once it does."""
@@ -100,6 +122,11 @@ class EngineLife:
         Raises EngineError where it stays away for ``within`` seconds, and where it lives but an update of it
         fails twice.
         """
+        async with asyncio.TaskGroup() as tasks:
+            tasks.create_task(self.load.watch())
+            await self._live(report, within)
+
+    async def _live(self, report: Report, within: float) -> None:
         self._report = report
         while True:
             began = time.monotonic()
@@ -109,6 +136,15 @@ class EngineLife:
                 report("engine_back", engine=self.client.url, version=str(self.version), seconds=seconds)
             self._become(Status.SERVING)
             await self._serve()
+
+    async def leave(self, within: float) -> None:
+        """Let nothing begin on it, and wait for what it does; what takes more than ``within`` seconds ends by
+        EngineLost."""
+        self.leaving = True
+        deadline = time.monotonic() + within
+        while (self._running or self.transfers) and time.monotonic() < deadline:  # noqa: ASYNC110 (two things)
+            await asyncio.sleep(LOOK_EVERY)
+        self._end(f"engine {self.client.url} has left the run")
 
     async def serves(self) -> bool:
         """Wait until requests may begin; False where it was lost instead."""
@@ -148,6 +184,17 @@ class EngineLife:
             raise EngineLost(f"engine {self.client.url} answered with its first weights, not with {held}")
         return generation
 
+    async def prefill(self, tokens: Sequence[int], *, request_id: str) -> Prefilled:
+        """As the client's, of an engine that `serves`. Raises EngineLost where it dies meanwhile, else
+        EngineError."""
+        async with self._until_lost():
+            held = self.version
+            prefilled = await self.client.prefill(tokens, salt=str(held), request_id=request_id)
+        if held != FIRST_VERSION and prefilled.version == FIRST_VERSION:
+            await self.check()
+            raise EngineLost(f"engine {self.client.url} prefilled with its first weights, not with {held}")
+        return prefilled
+
     async def logprobs(self, tokens: Sequence[int]) -> np.ndarray:
         """As the client's. Raises EngineLost where it dies meanwhile, else EngineError."""
         async with self._until_lost():
@@ -181,6 +228,9 @@ class EngineLife:
             await self.client.wait_ready(left)
             try:
                 self.version, self.update_seconds = await self.client.settle(), 0.0
+                if self.pool == "decode" and self.status == Status.LOST:
+                    # it may have read keys long after they were kept for it
+                    await self.client.forget_prompts()
             except EngineError as error:
                 self.reason = str(error)
             else:
@@ -218,11 +268,10 @@ class EngineLife:
         """Bring it to what is wanted. Raises EngineLost, or EngineError where it lives and fails twice."""
         failed: Version | None = None
         while self._behind:
+            await self.transfers.over(TRANSFER_LIMIT)
             wanted, began = self._wanted, time.monotonic()
             try:
-                await self.client.update(
-                    wanted.version, wanted.source, self._weights.kv, self._weights.timeout
-                )
+                await self.client.update(wanted.version, wanted.source, self._kv, self._weights.timeout)
             except EngineLost:
                 raise
             except Exception as error:
@@ -234,6 +283,11 @@ class EngineLife:
                 await asyncio.sleep(RETRY_AFTER)
             else:
                 self.version, self.update_seconds = wanted.version, time.monotonic() - began
+
+    @property
+    def _kv(self) -> str:
+        """What an update does to the cache. A prefill engine has no request that goes on after one."""
+        return "keep" if self.pool == "prefill" else self._weights.kv
 
     async def _survived(self, error: Exception) -> Version | None:
         """What the engine holds after an update that failed by ``error``. Raises EngineLost if it died."""
@@ -254,6 +308,7 @@ class EngineLife:
 
     def _become(self, status: Status) -> None:
         self.status = status
+        self.load.serves(status == Status.SERVING)
         if status == Status.SERVING:
             self._serving.set()
         else:
@@ -265,13 +320,18 @@ class EngineLife:
         if not self.alive:
             return
         log.warning("lost: %s", reason)
+        self._end(reason)
+        self._report("engine_lost", engine=self.client.url, reason=reason)
+
+    def _end(self, reason: str) -> None:
+        """Whatever it was doing is over."""
         self.reason, self.version = reason, None
         self._become(Status.LOST)
-        self._report("engine_lost", engine=self.client.url, reason=reason)
         running, self._running = self._running, set()
         now = asyncio.get_running_loop().time()
         for request in running:
             request.reschedule(now)
+        self.transfers.give_up()
         self._news.set()
 
     def _lost(self) -> EngineLost:

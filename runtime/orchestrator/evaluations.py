@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-from stackrl.runtime.inference.client import FIRST_VERSION
+from stackrl.runtime.inference.answers import FIRST_VERSION
 from stackrl.runtime.monitor.metrics import Sink
 from stackrl.runtime.monitor.records import Tail
 from stackrl.runtime.orchestrator.chat import Chat

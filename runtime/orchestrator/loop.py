@@ -21,6 +21,7 @@ from stackrl.runtime.orchestrator.engines import ENGINE_LIMIT, Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.evaluations import Evaluations, newest_weights
 from stackrl.runtime.orchestrator.journal import Journal
+from stackrl.runtime.orchestrator.membership import Connect, Membership
 from stackrl.runtime.orchestrator.packing import causal_cost
 from stackrl.runtime.orchestrator.reading import Reading
 from stackrl.runtime.orchestrator.recorder import Recorder
@@ -49,9 +50,15 @@ log = logging.getLogger(__name__)
 
 
 async def orchestrate(
-    run: RunFolder, token: str, clients: Sequence[Engine], stop: Stop | None = None
+    run: RunFolder,
+    token: str,
+    clients: Sequence[Engine],
+    stop: Stop | None = None,
+    connect: Connect | None = None,
 ) -> None:
     """Run all stages of ``run`` from where it stands, with engines ``clients``; less where ``stop`` is asked.
+
+    ``connect`` makes the clients of engines that join the run; without it none does, and none leaves.
 
     Raises GuardStop where a guard asked for that, and OrchestratorError, TransportError or EngineError
     naming what is in the way; also as the first cause inside an exception group.
@@ -85,9 +92,15 @@ async def orchestrate(
         resources.push_async_callback(server.close)
         await server.start()
         engines = Engines(
-            clients, stack.inference.max_requests, stack.weights, silence=stack.limits.silence_seconds
+            clients,
+            stack.inference.most_rollouts,
+            stack.weights,
+            silence=stack.limits.silence_seconds,
+            adaptive=stack.inference.concurrency == "adaptive",
         )
-        await _Life(run, stack, chat, start, journal, sink, recorder, server, engines, stop).lead()
+        resources.push_async_callback(engines.close)
+        members = Membership(run, engines, connect, recorder.progress) if connect is not None else None
+        await _Life(run, stack, chat, start, journal, sink, recorder, server, engines, stop, members).lead()
     stop.raise_alarm()
 
 
@@ -105,12 +118,14 @@ class _Life:
     server: BatchServer
     engines: Engines
     stop: Stop
+    members: Membership | None
 
     async def lead(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(self.engines.serve(self.sink.event, ENGINE_LIMIT))
             stopping = tasks.create_task(self.stop.wait())
             collecting = tasks.create_task(collect_garbage())
+            following = tasks.create_task(self.members.follow()) if self.members else None
             await self._make_data_ready(tasks, stopping)
             hello = await self._meet(tasks, stopping)
             if hello is not None:
@@ -118,6 +133,8 @@ class _Life:
             stopping.cancel()
             serving.cancel()
             collecting.cancel()
+            if following is not None:
+                following.cancel()
 
     async def _meet(self, tasks: asyncio.TaskGroup, stopping: asyncio.Task[None]) -> Hello | None:
         """The trainer's greeting; None where the run is to stop before it."""

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
 from stackrl.runtime import heartbeat
 
 
@@ -11,7 +14,7 @@ class Progress:
     def __init__(self, index: int, checkpoint: int) -> None:
         """``index``: optimizer steps behind the run; ``checkpoint``: index of the newest complete one."""
         self._doing = "starting"
-        self._facts = {"index": index, "checkpoint": checkpoint, "finished": 0}
+        self._facts: dict[str, Any] = {"index": index, "checkpoint": checkpoint, "finished": 0}
         self._tell()
 
     def doing(self, what: str) -> None:
@@ -34,6 +37,11 @@ class Progress:
 
     def saved(self, index: int) -> None:
         self._facts["checkpoint"] = index
+        self._tell()
+
+    def uses(self, engines: Sequence[str]) -> None:
+        """The URLs of the engines that are asked for anything."""
+        self._facts["engines"] = list(engines)
         self._tell()
 
     def _tell(self) -> None:

@@ -89,7 +89,7 @@ class Reinforcement:
         self._dropped: Counter[str] = Counter()
         """Rollouts dropped since the last batch, by reason."""
         self._waves = math.ceil(
-            (algorithm.max_staleness + 1) * algorithm.batch_size / stack.inference.max_requests
+            (algorithm.max_staleness + 1) * algorithm.batch_size / stack.inference.most_rollouts
         )
         """Turns that all rollouts under way take on one engine."""
         self._longest_wait = 2 * engines.update_limit + ENGINE_LIMIT + max(map(self._longest, self._limits))

@@ -6,10 +6,9 @@ import asyncio
 import contextlib
 import logging
 import math
-from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from stackrl.runtime.environments.base import (
     AgentEnvironment,
@@ -20,13 +19,14 @@ from stackrl.runtime.environments.base import (
     TurnEnvironment,
 )
 from stackrl.runtime.environments.workers import EnvironmentFailed, InWorkers, WorkerLost
-from stackrl.runtime.inference.client import EngineLost, Generation
+from stackrl.runtime.inference.client import EngineLost
 from stackrl.runtime.orchestrator.chat import Chat
 from stackrl.runtime.orchestrator.engines import Engines, Generate
 from stackrl.runtime.orchestrator.errors import OrchestratorError
 from stackrl.runtime.orchestrator.groups import Rollout, rollout_id
 from stackrl.runtime.orchestrator.judging import Judge
 from stackrl.runtime.orchestrator.policy import Policy
+from stackrl.runtime.orchestrator.seats import Asking, Seat
 from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.schemas import environments as stack_environments
 from stackrl.schemas.stack import Stack, settings_of, settings_of_environment
@@ -87,20 +87,24 @@ class Assignment:
 async def roll_out_somewhere(
     what: Assignment, chat: Chat, engines: Engines, limits: Limits, *, at_leisure: bool = False
 ) -> Rollout:
-    """Roll out on whichever engine there is, anew where that one or the environment's worker is lost; waiting
-    takes none of its time. ``at_leisure``: nor do answers, which have a limit of their own.
+    """Roll out on whichever engine there is. Where that one is lost, the answer that it was to give is asked
+    for elsewhere; where the environment's worker is lost, all begins anew. Waiting takes none of its time.
+    ``at_leisure``: nor do answers, which have a limit of their own.
 
     Raises RolloutError, also where it loses one after another: it may be what they die of. Raises
     OrchestratorError where who answers is not there.
     """
-    for _ in range(LOSSES):
+    losses = 0
+    while losses < LOSSES:
+        place, left = engines.serving(what.group), LOSSES - 1 - losses
         try:
             async with _place(what.environment):
                 await _environment_is_ready(what)
-                async with engines.serving(what.group) as generate:
-                    return await roll_out(what, chat, generate, limits, at_leisure=at_leisure)
+                async with place as generate:
+                    return await roll_out(what, chat, generate, limits, at_leisure=at_leisure, losses=left)
         except (EngineLost, WorkerLost) as error:
             lost = error
+            losses += 1 + (place.losses if isinstance(place, Seat) else 0)
             if isinstance(error, WorkerLost) and not what.environment.begins_anew:
                 raise RolloutError(f"{what.name}: {error}") from error
             log.warning("rollout %s begins anew: %s", rollout_id(what.group, what.number), error)
@@ -123,15 +127,22 @@ async def _environment_is_ready(what: Assignment) -> None:
 
 
 async def roll_out(
-    what: Assignment, chat: Chat, generate: Generate, limits: Limits, *, at_leisure: bool = False
+    what: Assignment,
+    chat: Chat,
+    generate: Generate,
+    limits: Limits,
+    *,
+    at_leisure: bool = False,
+    losses: int = 0,
 ) -> Rollout:
-    """Take ``what`` to its end. ``at_leisure``: answers take none of its time.
+    """Take ``what`` to its end. ``at_leisure``: answers take none of its time. ``losses``: how many times an
+    answer that was lost with its engine is asked for again elsewhere.
 
     Raises EngineLost, WorkerLost, OrchestratorError where who answers says that the run cannot go on, and
     RolloutError for whatever else goes wrong.
     """
     limit = asyncio.timeout(limits.seconds)
-    policy = Policy(what, chat, _AtLeisure(generate, limit) if at_leisure else generate, limits)
+    policy = Policy(what, chat, Asking(generate, limit, at_leisure=at_leisure, losses=losses), limits)
     if at_leisure:
         policy.seconds = None
     led = isinstance(what.environment, AgentEnvironment)
@@ -152,23 +163,6 @@ async def roll_out(
                 f"{what.name}: over {limits.seconds:g} s (sampling.timeout) when {policy.doing}"
             ) from error
         raise RolloutError(f"{what.name}: {type(error).__name__}: {error}") from error
-
-
-class _AtLeisure:
-    """As the Generate that it asks, while which the time of ``limit`` stands still."""
-
-    def __init__(self, generate: Generate, limit: asyncio.Timeout) -> None:
-        self._generate, self._limit = generate, limit
-
-    async def __call__(self, tokens: Sequence[int], **options: Any) -> Generation:
-        clock = asyncio.get_running_loop().time
-        left = self._limit.when() - clock()
-        self._limit.reschedule(None)
-        try:
-            return await self._generate(tokens, **options)
-        finally:
-            with contextlib.suppress(RuntimeError):  # the rollout has ended meanwhile
-                self._limit.reschedule(clock() + left)
 
 
 async def in_turns(environment: TurnEnvironment, task: Task, policy: Policy | EndpointPolicy) -> Outcome:

@@ -257,9 +257,11 @@ class _Pace:
         generated = self._engines.generated - self._generated
         busy = self._engines.busy.seconds - self._busy
         self.mark()
-        engines = {"engine_busy": min(1.0, busy / seconds)} if self._engines.exist else {}
+        loads = self._engines.loads.lap()
+        engines = {"engine_busy": min(1.0, busy / seconds), **loads} if self._engines.exist else {}
         return {"seconds_step": seconds, **engines, "tokens_per_second": (generated + trained) / seconds}
 
     def mark(self) -> None:
         self._began = time.monotonic()
         self._generated, self._busy = self._engines.generated, self._engines.busy.seconds
+        self._engines.loads.lap()

@@ -18,7 +18,7 @@ from stackrl.runtime.launch.audit import audit
 from stackrl.runtime.processes import send
 from stackrl.runtime.run import all_runs
 
-pytestmark = pytest.mark.slow
+pytestmark = pytest.mark.nightly  # by default with quick roles: tests/node/test_several_nodes.py
 
 ROOT = Path(__file__).resolve().parents[2]
 ADDRESSES = ("127.0.0.1", "127.0.0.2", "127.0.0.3")

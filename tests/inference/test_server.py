@@ -106,6 +106,67 @@ def test_all_that_the_run_decides_is_reserved_but_the_size_of_a_step(device: str
     assert command(more, MODEL, URL).count("--max-num-batched-tokens") == 1
 
 
+def pair(**roles: object) -> Stack:
+    one = stack()
+    roles = {"trainer": {"processes": 1}, "prefill": {"processes": 1}, "decode": {"processes": 1}} | roles
+    return Stack.model_validate(one.model_dump(exclude={"roles", "weights"}) | {"roles": roles})
+
+
+def test_a_pool_has_degrees_and_arguments_of_its_own() -> None:
+    wide = stack(
+        role={
+            "processes": 1,
+            "tensor_parallel": 2,
+            "data_parallel": 3,
+            "expert_parallel": True,
+            "arguments": {"block_size": 64},
+        },
+        arguments={"block-size": 32, "seed-everything": 1},
+    )
+    found = flags(command(wide, MODEL, URL))
+    assert (found["tensor-parallel-size"], found["data-parallel-size"]) == ("2", "3")
+    assert "enable-expert-parallel" in found
+    assert (found["block-size"], found["seed-everything"]) == ("64", "1")
+    found = flags(command(stack(), MODEL, URL))
+    assert (found["tensor-parallel-size"], found["data-parallel-size"]) == ("1", "1")
+    assert "no-enable-expert-parallel" in found
+    with pytest.raises(ValueError, match=r"roles\.inference\.arguments\.port is decided by endpoints"):
+        command(stack(role={"processes": 1, "arguments": {"port": 1}}), MODEL, URL)
+
+
+def test_cores_are_dealt_to_the_processes_of_an_engine() -> None:
+    def bound(cores: str, **role: int) -> str:
+        one = stack(role={"processes": 1, **role})
+        return environment(one, URL, {"STACKRL_CORES": cores})["VLLM_CPU_OMP_THREADS_BIND"]
+
+    assert bound("0,1,2,3", tensor_parallel=2) == "0,1|2,3"
+    assert bound("4,5", tensor_parallel=2, data_parallel=2) == "4|5|4|5"
+    assert bound("4,5") == "4,5" and bound("", tensor_parallel=2) == "auto"
+
+
+def test_engines_that_prefill_and_decode_can_move_keys() -> None:
+    for pool in ("prefill", "decode"):
+        found = json.loads(flags(command(pair(), MODEL, URL, pool=pool))["kv-transfer-config"])
+        assert found["kv_connector"] == "NixlConnector"
+        assert found["kv_load_failure_policy"] == "fail", "nothing is computed again in silence"
+        silence = pair().limits.silence_seconds
+        lease = found["kv_connector_extra_config"]["kv_lease_duration"]
+        assert lease * 2 / 3 > silence, "keys wait longer than an engine may be silent"
+        told = environment(pair(), URL, {}, pool)
+        assert told["VLLM_NIXL_SIDE_CHANNEL_HOST"] == "127.0.0.1"
+        assert told["UCX_NET_DEVICES"].split(",")[0] == "lo"
+    assert "kv-transfer-config" not in flags(command(stack(), MODEL, URL))
+    assert "VLLM_NIXL_SIDE_CHANNEL_HOST" not in environment(stack(), URL, {})
+
+
+def test_the_port_by_which_keys_are_told_is_none_that_the_kernel_gives_away() -> None:
+    """vLLM binds it long after it was chosen, and waits for ever where it cannot."""
+    copies = pair(decode={"processes": 1, "data_parallel": 3})
+    ports = {int(environment(copies, URL, {}, "decode")["VLLM_NIXL_SIDE_CHANNEL_PORT"]) for _ in range(20)}
+    lowest = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    assert all(port + 2 < lowest for port in ports) and len(ports) > 1
+
+
 def test_a_step_on_cpu_has_room_for_every_request() -> None:
     assert flags(command(stack(max_requests=5000), MODEL, URL))["max-num-batched-tokens"] == "5000"
 

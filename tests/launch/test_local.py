@@ -231,9 +231,10 @@ def test_a_bad_token_is_told_before_a_folder_is_made(tmp_path: Path, monkeypatch
 
 
 def test_what_the_runtime_cannot_do_is_refused_before_a_folder_is_made(tmp_path: Path) -> None:
-    loaded = load(task_file(tmp_path, weights={"transport": "nccl"}))
-    with pytest.raises(StackError, match="nccl"):
-        local.launch(loaded, detach=False, resume=None)
+    file = task_file(tmp_path)
+    file.write_text(file.read_text() + "service: {replicas: 1}\n")
+    with pytest.raises(StackError, match="service: this part of SkyPilot is not used"):
+        local.launch(load(file), detach=False, resume=None)
     assert all_runs() == []
 
 

@@ -244,6 +244,16 @@ def test_engines_of_several_gpus(tmp_path):
     assert wide.cache.bytes_per_token == 2 * one.cache.bytes_per_token  # 4 heads of keys, 8 GPUs
 
 
+def test_copies_of_a_mixture_in_one_engine_share_its_experts(tmp_path):
+    model, options = "Qwen/Qwen3-30B-A3B", {"inference": {"max_model_length": 1024, "max_requests": 4}}
+    copies = {"trainer": {"gpus": 4}, "inference": {"gpus": 4, "data_parallel": 4}}
+    alone, shared = (
+        roles_of(tmp_path, model, "H200:8", split, **options)["inference"].phases[0].parts["weights"]
+        for split in (HALVES, copies)
+    )
+    assert alone / 4 < shared < alone / 3, "what is no expert is there in each"
+
+
 def test_quantised_engines(tmp_path):
     plain = roles_of(tmp_path, "Qwen/Qwen3-32B", "H200:8", HALVES)["inference"].phases[0].parts
     options = {"inference": {"quantization": "fp8"}}

@@ -112,6 +112,21 @@ def test_prefill_and_decode_share_no_gpu(tmp_path):
     ]
 
 
+def test_each_pool_has_engines_of_its_own_size(tmp_path):
+    pools = (
+        "{trainer: {gpus: 2}, prefill: {gpus: 2, tensor_parallel: 1}, decode: {gpus: 4, data_parallel: 2}}"
+    )
+    plan = plan_of(tmp_path, *stacks.gpus(8, pools, "    inference: {tensor_parallel: 2}\n"))
+    engines = [process for process in plan.processes if process.role == ENGINE]
+    assert [(p.pool, p.gpus) for p in engines] == [
+        ("prefill", (2,)),
+        ("prefill", (3,)),
+        ("decode", (4, 5, 6, 7)),
+    ]
+    assert engines[2].command[-4:] == ("--engine", "2", "--pool", "decode")
+    assert tuple(engines[0].ports) == ("engine", "keys")
+
+
 def test_a_shared_gpu(tmp_path):
     plan = plan_of(
         tmp_path, *stacks.gpus(1, "{trainer: {gpus: 1}, inference: {share: trainer, engine_memory: 8GiB}}")

@@ -176,9 +176,9 @@ def test_requests_that_run_at_once_fit_the_cache_and_the_limit():
 def test_weight_transfer():
     """verl: 8.25 GB/s for Qwen3-30B-A3B over 400 Gb/s."""
     mixture = work("Qwen/Qwen3-30B-A3B")
-    seconds = steptime.transfer_seconds(mixture, "nccl", 4, 50 * GB)
+    seconds = steptime.transfer_seconds(mixture, "collective", 4, 50 * GB)
     assert 2 * mixture.weights / seconds == pytest.approx(8.25 * GB, rel=0.05)
-    assert steptime.transfer_seconds(mixture, "nccl", 8, 50 * GB) == seconds
+    assert steptime.transfer_seconds(mixture, "collective", 8, 50 * GB) == seconds
     few, many = (steptime.transfer_seconds(mixture, "pull", workers, 50 * GB) for workers in (8, 800))
     assert few == pytest.approx(2 * mixture.weights / steptime.PULLED)
     assert many == pytest.approx(800 * 2 * mixture.weights / (50 * GB * steptime.NETWORK))

@@ -271,6 +271,12 @@ def test_a_run_that_goes_on_says_from_where() -> None:
     assert told(resumed) == "goes on at step 51 from c/step-000050; damaged: c/step-000100.damaged"
 
 
+def test_a_change_of_the_engines_is_a_sentence() -> None:
+    scaled = {"time": 0, "event": "scaled", "pool": "decode", "before": 3, "after": 1}
+    scaled |= {"joins": [], "leaves": ["engine-1", "engine-2"]}
+    assert told(scaled) == "decode 3 → 1 engines: engine-1 leaves, engine-2 leaves"
+
+
 def test_events_cannot_move_the_cursor() -> None:
     assert told({"time": 0, "event": "checkpoint", "path": "a\x1b[2Jb\r"}) == "checkpoint  path ab"
 

@@ -4,30 +4,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from contextlib import asynccontextmanager
 from random import Random
 
 import pytest
 from fake_engine import FakeEngine, refuse
-from small_runs import chat, reversed_well
+from served_engines import SOURCE, served
+from small_runs import reversed_well
 
-from stackrl.runtime.environments import make
 from stackrl.runtime.inference.client import EngineError, EngineLost
-from stackrl.runtime.orchestrator.engines import Engines
 from stackrl.runtime.orchestrator.errors import OrchestratorError, first_cause
 from stackrl.runtime.orchestrator.rollout import (
     LOSSES,
-    Assignment,
-    Limits,
     RolloutError,
-    roll_out_somewhere,
 )
-from stackrl.runtime.orchestrator.seeds import Seeds
 from stackrl.runtime.transport.messages import Version
-from stackrl.schemas.environments import Environment
-from stackrl.schemas.inference import PullWeights
 
-SOURCE = "http://weights"
 LIFE = "stackrl.runtime.orchestrator.engine_life"
 
 
@@ -35,44 +26,6 @@ LIFE = "stackrl.runtime.orchestrator.engine_life"
 def quick(monkeypatch):
     monkeypatch.setattr(f"{LIFE}.RETRY_AFTER", 0.01)
     monkeypatch.setattr(f"{LIFE}.HEALTH_EVERY", 0.05)
-
-
-class Served:
-    """Engines that are served, and the events that they reported."""
-
-    def __init__(self, engines: Engines, task: asyncio.Task) -> None:
-        self.engines, self.task = engines, task
-        self.events: list[tuple[str, dict]] = []
-
-    def named(self, name: str) -> list[dict]:
-        return [fields for event, fields in self.events if event == name]
-
-    async def until(self, condition, within=30.0):
-        async with asyncio.timeout(within):
-            while not condition():  # noqa: ASYNC110 (many kinds of things are waited for)
-                await asyncio.sleep(0.005)
-
-    async def update(self, step, within=30.0):
-        self.engines.aim(Version(1, step), SOURCE)
-        await self.engines.holding(Version(1, step), within)
-
-    async def roll_out(self, group, seconds=5.0):
-        environment = make(Environment(name="it", type="reverse_text", args={"letters": [3, 6]}))
-        task = environment.task(Random(group))
-        what = Assignment(group, 0, "it", environment, task, Seeds(0).branch("sample", group))
-        return await roll_out_somewhere(what, chat(), self.engines, Limits(9, 128, seconds, 1.0))
-
-
-@asynccontextmanager
-async def served(*fakes, silence=0.3, timeout=0.5, within=30.0, requests=8):
-    engines = Engines(fakes, requests, PullWeights(timeout=timeout), silence=silence)
-    found = Served(engines, None)
-    found.task = asyncio.create_task(
-        engines.serve(lambda name, **fields: found.events.append((name, fields)), within)
-    )
-    yield found
-    found.task.cancel()
-    await asyncio.gather(found.task, return_exceptions=True)
 
 
 def fakes(count, **options):
@@ -145,7 +98,7 @@ async def test_waiting_for_the_only_engine_takes_none_of_the_rollouts_time_nor_t
 
 async def test_a_silent_engine_is_lost_and_its_rollout_does_not_fail():
     """Its own limit ends the rollout first; the engine is then asked, and takes the blame."""
-    engines = fakes(2, token_delay=0.01)
+    engines = fakes(2, token_delay=0.001)
     async with served(*engines) as run:
         await run.update(1)
         engines[0].hang()

@@ -35,14 +35,9 @@ def begun(run, process):
 def test_engines_have_as_long_for_a_reply_as_its_rollout(tmp_path, monkeypatch):
     long = STACK["stages"][1] | {"sampling": {"timeout": 3600.0}}
     run = make_run(tmp_path, stages=[STACK["stages"][0], long])
-    run.write("endpoints.json", vars(run.endpoints()) | {"engines": ["http://one", "http://two"]})
-    made = []
-    monkeypatch.setattr(
-        process_of_the_orchestrator, "Engine", lambda url, token, **more: made.append((url, more))
-    )
-    process_of_the_orchestrator._engines(run, TOKEN)
-    assert [url for url, _ in made] == ["http://one", "http://two"]
-    assert all(more["timeout"] > 3600 for _, more in made)
+    monkeypatch.setattr(process_of_the_orchestrator, "Engine", lambda url, token, **more: (url, more))
+    url, more = process_of_the_orchestrator._connector(run, TOKEN)("http://one", "decode")
+    assert url == "http://one" and more["pool"] == "decode" and more["timeout"] > 3600
 
 
 def test_ends_cleanly_at_sigterm(tmp_path):

@@ -140,7 +140,7 @@ async def test_what_all_rollouts_lose_together_is_one_failure(tmp_path):
         environments=[led("drop", pause=0.5)],
         stages=[{"name": "main", "type": "rl", "steps": 2}],
         trainer={"sequence_length": 256},
-        inference={"max_model_length": 256},
+        inference={"max_model_length": 256, "concurrency": 32},
     )
     killed = []
 

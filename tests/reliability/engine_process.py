@@ -1,15 +1,19 @@
 """``python engine_process.py RUN_DIR --engine I``: an engine without a model, behind the routes of vLLM.
 
 Its replies depend on prompt and seed alone, so any engine gives the same one at any time. It starts with
-vLLM's label for first weights and takes every update that it is told of.
+vLLM's label for first weights, fetches every update that it is told of, and writes down what came.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
+import logging
 import os
+from pathlib import Path
 from random import Random
+from typing import Any
 from urllib.parse import urlsplit
 
 import crashing
@@ -18,6 +22,9 @@ from aiohttp import web
 from stackrl.runtime import heartbeat
 from stackrl.runtime.run import RunFolder, run_token
 from stackrl.runtime.transport.batches import token_required
+from stackrl.runtime.transport.held_folder import HELD_VARIABLE, HeldFolder
+from stackrl.runtime.transport.messages import Version
+from stackrl.runtime.transport.weights import WeightError, receive
 
 TOKEN_SECONDS = 0.003
 FIRST_LABEL = "default"
@@ -27,7 +34,10 @@ FIRST_LABEL = "default"
 class EngineServer:
     """What the orchestrator's client asks of vLLM."""
 
-    def __init__(self) -> None:
+    def __init__(self, run: RunFolder, name: str, token: str) -> None:
+        self._run, self._name, self._token = run, name, token
+        path = os.environ.get(HELD_VARIABLE)
+        self._held = HeldFolder(Path(path)) if path else None
         self.label = FIRST_LABEL
         self.incoming = ""
         self.paused = asyncio.Event()
@@ -94,8 +104,24 @@ class EngineServer:
         return web.json_response({})
 
     async def update_weights(self, request: web.Request) -> web.Response:
-        self.incoming = (await request.json())["update_info"]["version"]
+        info = (await request.json())["update_info"]
+        loading = self._run.path / f"loading-{self._name}"
+        loading.touch()
+        try:
+            await asyncio.to_thread(self._fetch, info)
+        except WeightError as error:
+            return web.json_response({"error": {"message": str(error)}}, status=500)
+        finally:
+            loading.unlink(missing_ok=True)
+        self.incoming = info["version"]
         return web.json_response({})
+
+    def _fetch(self, info: dict[str, Any]) -> None:
+        version = Version.parse(info["version"])
+        came = dict(receive(info["source"], version, self._token, info["timeout"], self._held))
+        loaded = {"version": info["version"], "sum": came["sum"].tolist()}
+        with open(self._run.path / f"loaded-{self._name}.jsonl", "a") as book:
+            book.write(json.dumps(loaded) + "\n")
 
     async def finish_weight_update(self, request: web.Request) -> web.Response:
         self.label = (await request.json()).get("weight_version", self.label)
@@ -112,8 +138,9 @@ def reply(prompt: list[int], stop: int, rng: Random) -> list[int]:
     return [rng.choice(prompt) if rng.random() < 0.5 else letter for letter in reversed(letters)] + [stop]
 
 
-async def serve(url: str, token: str) -> None:
-    runner = web.AppRunner(EngineServer().application(token), access_log=None, shutdown_timeout=1.0)
+async def serve(run: RunFolder, name: str, url: str, token: str) -> None:
+    server = EngineServer(run, name, token)
+    runner = web.AppRunner(server.application(token), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     address = urlsplit(url)
     await web.TCPSite(runner, address.hostname, address.port).start()
@@ -125,11 +152,12 @@ def main() -> None:
     parser.add_argument("run", type=RunFolder)
     parser.add_argument("--engine", type=int, required=True)
     given = parser.parse_args()
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
     name = f"engine-{given.engine}"
     crashing.install(given.run.path, name)
     os.environ.setdefault("STACKRL_PROCESS", name)
     heartbeat.start()
-    asyncio.run(serve(given.run.endpoints().engines[given.engine], run_token()))
+    asyncio.run(serve(given.run, name, given.run.endpoints().engines[given.engine], run_token()))
 
 
 if __name__ == "__main__":

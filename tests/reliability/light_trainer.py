@@ -17,6 +17,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import crashing
+import torch
+import transfer_faults
 
 from stackrl.runtime import heartbeat
 from stackrl.runtime.run import RunFolder, run_token, write_durably
@@ -25,11 +27,13 @@ from stackrl.runtime.trainer.loop import Loop
 from stackrl.runtime.trainer.protocol import Progress, Step
 from stackrl.runtime.transport.batches import TransportError
 from stackrl.runtime.transport.messages import Batch, Version
+from stackrl.runtime.transport.weights import make_publisher
 
 RL_STAGE = "main"
 STEP_SECONDS, SAVE_SECONDS = 0.05, 0.2
 MEETING = 60.0
 _MODULUS = 1 << 256
+_FILLING = 1 << 14
 
 
 class LightLearner:
@@ -38,7 +42,8 @@ class LightLearner:
     def __init__(self, run: RunFolder, rank: int, ranks: int) -> None:
         self._run, self._rank, self._ranks = run, rank, ranks
         self._incarnation = run.state().incarnation
-        self.source = "http://127.0.0.1:9/weights" if rank == 0 else ""
+        self._publisher = make_publisher(run, run.stack(), run_token()) if rank == 0 else None
+        self.source = self._publisher.source if self._publisher else ""
         self.progress, self.sum = _restored(run.restore(), rank)
         self._saving: threading.Thread | None = None
 
@@ -53,8 +58,14 @@ class LightLearner:
         self.progress = Progress(batch.index + 1, self.progress.step + rl, batch.stage)
         return Step({"loss": 0.5, "entropy": 1.0, "mismatch_kl": 0.0, "gradient_norm": 1.0})
 
-    def publish(self, version: Version) -> None:
-        """Nobody fetches them."""
+    def publish(self, version: Version) -> dict[str, float]:
+        """The sum, and bytes that make a transfer of it."""
+        if self._publisher:
+            held = torch.frombuffer(
+                bytearray(self.sum.to_bytes(_MODULUS.bit_length() // 8)), dtype=torch.uint8
+            )
+            self._publisher.publish(version, [("sum", held), ("filling", torch.arange(_FILLING))])
+        return {}
 
     def save(self, checkpoint: Path, files: Mapping[str, bytes], done: Callable[[], None]) -> None:
         self.settle()
@@ -143,6 +154,7 @@ def main() -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     run, rank, ranks = RunFolder(sys.argv[1]), int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     crashing.install(run.path, f"trainer-{rank}")
+    transfer_faults.install(run.path)
     heartbeat.start()
     learner = LightLearner(run, rank, ranks)
     ledger = Ledger.restored(rank, run.restore())

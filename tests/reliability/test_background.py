@@ -19,11 +19,16 @@ ORCHESTRATOR = "stackrl.runtime.orchestrator."
     ("task", "function", "count"),
     [
         ("a demonstration is drawn in a thread", "supervised:Demonstrations.work", 2),
-        ("groups are admitted", "reinforcement:Reinforcement._plan", 5),
         ("a group is rolled out", "reinforcement:Reinforcement._roll_out_group", 5),
-        ("a checkpoint is completed", "saving:Saving._declare", 1),
         ("an engine is updated", "engine_life:EngineLife.want", 3),
-        ("a rank greets", "progress:Progress.stepped", 2),
+        *(
+            pytest.param(*case, marks=pytest.mark.nightly)
+            for case in (
+                ("groups are admitted", "reinforcement:Reinforcement._plan", 5),
+                ("a checkpoint is completed", "saving:Saving._declare", 1),
+                ("a rank greets", "progress:Progress.stepped", 2),
+            )
+        ),
     ],
 )
 def test_the_process_ends_by_name_and_the_run_goes_on(

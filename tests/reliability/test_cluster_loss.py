@@ -96,7 +96,14 @@ def truncate_the_manifest(checkpoint: Path) -> str:
     return "manifest.json is damaged"
 
 
-@pytest.mark.parametrize("damage", [flip_a_byte, take_a_file_away, truncate_the_manifest])
+@pytest.mark.parametrize(
+    "damage",
+    [
+        flip_a_byte,
+        pytest.param(take_a_file_away, marks=pytest.mark.nightly),
+        pytest.param(truncate_the_manifest, marks=pytest.mark.nightly),
+    ],
+)
 def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_used(
     tmp_path: Path, tokenizer: Path, damage: Callable[[Path], str]
 ) -> None:

@@ -12,7 +12,9 @@ from crashing import Crash
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
-IN_DEFAULT_TESTS, NIGHTLY = 12, 200
+IN_DEFAULT_TESTS = (0, 3, 4, 5, 6, 7, 9, 10)
+"""Each kills elsewhere: engine, ranks and orchestrator, in the journal, the batches, a checkpoint."""
+NIGHTLY = 200
 
 
 def _try(seed: int, folder: Path, tokenizer: Path) -> None:
@@ -22,13 +24,13 @@ def _try(seed: int, folder: Path, tokenizer: Path) -> None:
     trials.check(run)
 
 
-@pytest.mark.parametrize("seed", range(IN_DEFAULT_TESTS))
+@pytest.mark.parametrize("seed", IN_DEFAULT_TESTS)
 def test_nothing_is_lost_and_nothing_trained_twice(seed: int, tmp_path: Path, tokenizer: Path) -> None:
     _try(seed, tmp_path, tokenizer)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("seed", range(IN_DEFAULT_TESTS, NIGHTLY))
+@pytest.mark.parametrize("seed", sorted({*range(NIGHTLY)} - {*IN_DEFAULT_TESTS}))
 def test_nothing_is_lost_in_many_trials(seed: int, tmp_path: Path, tokenizer: Path) -> None:
     _try(seed, tmp_path, tokenizer)
 

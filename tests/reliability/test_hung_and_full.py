@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 import trials
 from fake_roles import wait_until
-from forked import Started
 from small_runs import lines
+from trials import events, mounted, pid_of, reached, started
 
 from stackrl.runtime.launch.audit import audit
-from stackrl.runtime.run import RunFolder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -28,33 +27,14 @@ MARGIN = 20.0
 IMPATIENT = {"limits": {"silence_seconds": SILENCE, "restarts": 3, "stop_seconds": 20}}
 
 
-def reached(run: RunFolder, index: int) -> bool:
-    return run.metrics.exists() and bool(found := lines(run.metrics)) and found[-1]["index"] >= index
-
-
-def pid_of(run: RunFolder, process: str) -> int:
-    """The process that beats as ``process``."""
-    [file] = run.heartbeats.glob(f"{process}.*")
-    return int(file.suffix[1:])
-
-
-def events(run: RunFolder, name: str) -> list[dict]:
-    return [event for event in lines(run.events) if event["event"] == name]
-
-
-@contextmanager
-def started(run: RunFolder) -> Iterator[Started]:
-    node = trials.start(run)
-    try:
-        yield node
-    finally:
-        node.terminate()
-        node.wait(60)
-
-
 @pytest.mark.parametrize(
     "process",
-    ["engine-0", "trainer-1", pytest.param("trainer-0", marks=pytest.mark.nightly), "orchestrator"],
+    [
+        "engine-0",
+        "orchestrator",
+        pytest.param("trainer-0", marks=pytest.mark.nightly),
+        pytest.param("trainer-1", marks=pytest.mark.nightly),
+    ],
 )
 def test_a_stopped_process_is_found_named_and_replaced(tmp_path: Path, tokenizer: Path, process: str) -> None:
     alone = process.startswith("engine")  # the other engine must not end the run before this one is back
@@ -72,16 +52,6 @@ def test_a_stopped_process_is_found_named_and_replaced(tmp_path: Path, tokenizer
     assert all(f"{process} was silent" in event["reason"] for event in restarted)
     assert all("SIGSTOP" in event["reason"] for event in restarted)
     trials.check(run)
-
-
-@contextmanager
-def mounted(folder: Path, *options: str) -> Iterator[None]:
-    if subprocess.run(["mount", *options, str(folder)], check=False, capture_output=True).returncode:
-        pytest.skip("this machine does not let us mount anything")
-    try:
-        yield
-    finally:
-        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def test_a_full_disk_ends_the_run_by_name_and_it_goes_on_when_there_is_room(

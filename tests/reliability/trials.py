@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict
 from functools import cache
 from pathlib import Path
@@ -15,10 +18,12 @@ from random import Random
 from typing import Any
 
 import crashing
+import pytest
 from crashing import Crash
 from fake_roles import wait_until
 from forked import Started, Starter
 from light_trainer import recompute
+from small_runs import lines
 
 from stackrl.runtime import checkpoints
 from stackrl.runtime.launch.audit import Audit, audit
@@ -221,6 +226,40 @@ def _killed(run: RunFolder) -> bool:
     """Whether it was the agent or its guard that ended the last life."""
     state = run.state()
     return state.status in ("starting", "running") or "node program was killed" in state.reason
+
+
+def reached(run: RunFolder, index: int) -> bool:
+    return run.metrics.exists() and bool(found := lines(run.metrics)) and found[-1]["index"] >= index
+
+
+def pid_of(run: RunFolder, process: str) -> int:
+    """The process that beats as ``process``."""
+    [file] = run.heartbeats.glob(f"{process}.*")
+    return int(file.suffix[1:])
+
+
+def events(run: RunFolder, name: str) -> list[dict]:
+    return [event for event in lines(run.events) if event["event"] == name]
+
+
+@contextmanager
+def started(run: RunFolder) -> Iterator[Started]:
+    node = start(run)
+    try:
+        yield node
+    finally:
+        node.terminate()
+        node.wait(60)
+
+
+@contextmanager
+def mounted(folder: Path, *options: str) -> Iterator[None]:
+    if subprocess.run(["mount", *options, str(folder)], check=False, capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount anything")
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
 def check(run: RunFolder) -> Audit:

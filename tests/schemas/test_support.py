@@ -18,7 +18,6 @@ def wishes(file):
     ("changes", "keys"),
     [
         ([], set()),
-        ([("    roles:", "    weights: {transport: nccl}\n    roles:")], {"weights.transport"}),
         ([("    roles:", "    inference: {quantization: fp8}\n    roles:")], {"inference.quantization"}),
         (
             stacks.gpus(
@@ -26,11 +25,15 @@ def wishes(file):
                 "{trainer: {gpus: 4}, prefill: {gpus: 2}, decode: {gpus: 2}}",
                 "    inference: {tensor_parallel: 2}\n",
             ),
-            {
-                "roles.prefill",
-                "roles.decode",
-                "inference.tensor_parallel",
-            },
+            {"inference.tensor_parallel"},
+        ),
+        (
+            stacks.gpus(
+                8,
+                "{trainer: {gpus: 2}, prefill: {gpus: 2, data_parallel: 2}, "
+                "decode: {gpus: 4, tensor_parallel: 2}}",
+            ),
+            {"roles.prefill.data_parallel", "roles.decode.tensor_parallel"},
         ),
         (
             [

@@ -16,6 +16,7 @@ from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas import skypilot, split
 from stackrl.schemas.algorithm import Algorithm
 from stackrl.schemas.degrees import degrees_of
+from stackrl.schemas.pools import gpus_of_engine, inference_of
 from stackrl.schemas.shapes import shape_of
 from stackrl.schemas.split import Task
 from stackrl.schemas.stack import Stack, settings_of
@@ -157,7 +158,7 @@ class _Situation:
         )
 
     def _pool(self, stack: Stack, name: str) -> Engines:
-        inference, gpus = stack.inference, split.gpus_of_role(stack, self.task, name)
+        inference, gpus = inference_of(stack, name), split.gpus_of_role(stack, self.task, name)
         if (cache := self.caches.get(name)) is None:
             raise NotEstimated(f"nothing says how large the cache of {name} is")
         return Engines(
@@ -241,8 +242,12 @@ def _dealt(total: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _divides(stack: Stack, counts: Mapping[str, int], per_unit: int) -> bool:
-    parallel, width = stack.trainer.parallel, stack.inference.tensor_parallel
+    parallel = stack.trainer.parallel
     ranks, replicate = counts["trainer"] * per_unit, parallel.replicate or 1
     if any(ranks % (replicate * (degree or 1)) for degree in (parallel.context, parallel.expert)):
         return False
-    return all(count * per_unit % width == 0 for name, count in counts.items() if name != "trainer")
+    return all(
+        count * per_unit % gpus_of_engine(stack, name) == 0
+        for name, count in counts.items()
+        if name != "trainer"
+    )

@@ -31,9 +31,12 @@ class EngineSettings:
     """Bytes of a number in what is computed."""
     batched: int
     """Tokens that go through the layers at a time, at most."""
+    copies: int = 1
+    """Of the model in an engine, which share its experts."""
 
     @property
     def gpus(self) -> int:
+        """Of a copy."""
         return self.inference.tensor_parallel
 
 
@@ -87,7 +90,7 @@ def _layer_bytes(layer: Layer, hidden: int, settings: EngineSettings) -> int:
         total += layer.mlp.number * hidden * settings.size
     for linear in linears(layer, hidden):
         whole = linear.name in _NOT_CUT
-        parts = 1 if whole else settings.gpus
+        parts = 1 if whole else settings.gpus * (settings.copies if linear.experts else 1)
         if linear.name in ("k_proj", "v_proj"):
             parts = min(parts, layer.attention.key_value_heads)
         total += linear.weights // parts * linear_size

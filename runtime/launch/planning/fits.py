@@ -8,6 +8,7 @@ from stackrl.runtime.launch.planning.accelerators import ACCELERATORS, GIB, acce
 from stackrl.runtime.launch.planning.memory import ALLOCATOR, RoleMemory, engine_role, trainer_role
 from stackrl.runtime.trainer.models.shape import Shape
 from stackrl.schemas.lora import Lora
+from stackrl.schemas.pools import role_of
 from stackrl.schemas.shapes import heads_divide
 from stackrl.schemas.stack import Stack
 
@@ -94,7 +95,9 @@ def _trainer(text: str, **values: object) -> Change:
 
 def _engine_changes(stack: Stack, gpus: int, role: RoleMemory) -> Iterator[Change]:
     inference = stack.inference
-    for width in (inference.tensor_parallel * factor for factor in _FACTORS):
+    own = role_of(stack, role.role)
+    degrees = () if own.tensor_parallel or own.data_parallel > 1 else _FACTORS
+    for width in (inference.tensor_parallel * factor for factor in degrees):
         if width <= gpus and gpus % width == 0:
             yield _inference(tensor_parallel=width)
     if role.accelerator and inference.quantization is None:

@@ -18,6 +18,7 @@ from stackrl.schemas import split
 from stackrl.schemas.base import size_in_bytes
 from stackrl.schemas.comparison import trainer_keeps_reference
 from stackrl.schemas.degrees import degrees_of
+from stackrl.schemas.pools import inference_of, role_of
 from stackrl.schemas.shapes import shape_of
 from stackrl.schemas.split import Task
 from stackrl.schemas.stack import Stack, settings_of
@@ -138,9 +139,10 @@ def settings_for(stack: Stack, ranks: int, device: str) -> Settings:
 
 def engine_role(stack: Stack, shape: Shape, name: str, kind: str | None) -> RoleMemory:
     """An engine of the pool ``name`` on GPUs of ``kind``; None: on a CPU."""
-    inference = stack.inference
+    inference = inference_of(stack, name)
     batched = engine_memory.batched_tokens(inference, _memory_of_gpu(kind))
-    settings = EngineSettings(inference, SIZES[stack.model.dtype], batched)
+    copies = role_of(stack, name).data_parallel
+    settings = EngineSettings(inference, SIZES[stack.model.dtype], batched, copies)
     working = engine_memory.working_bytes(shape, settings)
     arriving = engine_memory.arriving_bytes(shape, settings)
     fixed = {"weights": engine_memory.weight_bytes(shape, settings)}
@@ -206,7 +208,8 @@ def _with_allocator(parts: Mapping[str, int]) -> dict[str, int]:
 def _host(stack: Stack, shape: Shape, settings: Settings) -> dict[str, int]:
     """Of rank 0 in the memory of its machine."""
     parts = trainer_memory.host_parts(shape, settings)
-    if split.has_engines(stack) and stack.weights.transport == "pull":
+    keeps = stack.weights.transport in ("pull", "collective") or stack.weights.content == "delta"
+    if split.has_engines(stack) and keeps:
         parts["versions for engines"] = KEPT_VERSIONS * trainer_memory.published_bytes(shape, settings)
     return parts
 

@@ -1,7 +1,7 @@
 """Which processes a run has, on which node, with which cores and GPUs. Pure: nothing is started or asked.
 
-Roles become processes: an engine per `tensor_parallel` GPUs (or per process), a trainer rank per GPU (or per
-process), and the orchestrator beside trainer rank 0 on node 0.
+Roles become processes: an engine per `tensor_parallel` × `data_parallel` GPUs (or per process), a trainer
+rank per GPU (or per process), and the orchestrator beside trainer rank 0 on node 0.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from stackrl.schemas import skypilot, split
 from stackrl.schemas.degrees import Degrees, degrees_of
 from stackrl.schemas.loader import LoadedStack
+from stackrl.schemas.pools import POOLS, gpus_of_engine
 from stackrl.schemas.stack import Stack
 
 if TYPE_CHECKING:
@@ -194,15 +195,15 @@ def _trainer(stack: Stack, task: split.Task, ranks: int, device: str) -> list[Pr
 
 def _engines(stack: Stack, task: split.Task, device: str) -> list[Process]:
     """Engines take the nodes, or the GPUs of the one node, that come after the trainer's."""
-    width = stack.inference.tensor_parallel
     node = split.nodes_of_role(stack, task, "trainer")
     gpu = split.gpus_of_role(stack, task, "trainer") if node == 0 else 0
     engines: list[Process] = []
-    for pool in ("inference", "prefill", "decode"):
+    for pool in POOLS:
         role = getattr(stack.roles, pool)
         if role is None:
             continue
         nodes, first = split.nodes_of_role(stack, task, pool), 0 if role.share else gpu
+        width, own = gpus_of_engine(stack, pool), () if pool == "inference" else ("--pool", pool)
         gpus = split.gpus_of_role(stack, task, pool)
         count = max(gpus // width, 1) if device == "cuda" else (role.processes or nodes)
         per_node = max(count // nodes, 1) if nodes else count
@@ -215,8 +216,8 @@ def _engines(stack: Stack, task: split.Task, device: str) -> list[Process]:
                     index=index,
                     node=node + number // per_node if nodes else 0,
                     pool=pool,
-                    command=("-m", "stackrl.runtime.inference", RUN, "--engine", str(index)),
-                    ports=("engine",),
+                    command=("-m", "stackrl.runtime.inference", RUN, "--engine", str(index), *own),
+                    ports=("engine", "keys") if own else ("engine",),
                     gpus=tuple(range(start, start + width)) if device == "cuda" else (),
                 )
             )

@@ -76,7 +76,8 @@ def _divisions(plan: Plan, stack: Stack) -> list[str]:
         f"{_count(parallel.ranks, 'rank')} = {parallel.replicate} replicate × {parallel.shard} shard × "
         f"{parallel.context} context; experts over {parallel.expert}"
     )
-    gpus = f" of {_count(plan.tensor_parallel, 'GPU')}" if plan.device == "cuda" else ""
+    widths = sorted({len(process.gpus) for process in plan.processes if process.role == ENGINE})
+    gpus = f" of {' or '.join(_count(width, 'GPU') for width in widths)}" if plan.device == "cuda" else ""
     shares = f", {stack.roles.inference.engine_memory} of the trainer's GPU" if _shares(stack) else ""
     lines = [f"model     {_model(stack)}", f"trainer   {trainer}"]
     lines.append(f"engines   {engines}{gpus}{shares}" if engines else "engines   none: nothing is sampled")

@@ -225,12 +225,12 @@ def transfer_seconds(work: Work, transport: str, workers: int, line: float) -> f
     """Until all ``workers``, the engines' GPUs, have all weights in bfloat16. ``line``: bytes per second of
     the network of a GPU.
 
-    By `nccl` they travel once, by `pull` for each worker at the same time, over one machine's line; through
-    a folder once in and once out.
+    By `collective` they travel once, by `pull` for each worker at the same time, over one machine's line;
+    through a folder once in and once out.
     """
     size = 2 * work.weights
     match transport:
-        case "nccl":
+        case "collective":
             return size / (line * TRANSFER)
         case "folder":
             return 2 * size / FOLDER
