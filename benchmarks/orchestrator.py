@@ -233,7 +233,7 @@ def _stack(rollouts: int, tokens: int) -> dict:
         "model": {"init": "random", "architecture": "qwen3"},
         "roles": {"trainer": {"processes": 1}, "inference": {"processes": 1}},
         "trainer": {"sequence_length": tokens + 128},
-        "inference": {"max_model_length": tokens + 128, "max_requests": rollouts},
+        "inference": {"max_model_length": tokens + 128, "max_requests": rollouts, "concurrency": rollouts},
         "environments": [{"name": "reverse", "type": "reverse_text"}],
         "sampling": {"max_tokens": tokens, "timeout": 3600.0},
         "algorithm": {"group_size": GROUP, "batch_size": batch, "max_staleness": 15},

@@ -20,7 +20,7 @@ import httpx
 from stackrl.runtime.run import RunFolder
 from stackrl.runtime.transport.auth import bearer
 from stackrl.runtime.transport.messages import Hello, Version, encode
-from stackrl.runtime.transport.pull import fetch
+from stackrl.runtime.transport.weights import receive
 
 HOST = "127.0.0.1"
 GIBIBYTE = 1 << 30
@@ -182,7 +182,7 @@ class Customers:
         assert answer.is_success, answer.text
 
     def _weights(self) -> None:
-        [(name, tensor)] = fetch(
+        [(name, tensor)] = receive(
             self.run.endpoints().weights, Version(self.run.state().incarnation, 0), self.token, 20
         )
         assert name == "weight" and tensor.sum() == 1 << 18
