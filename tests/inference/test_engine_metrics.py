@@ -49,6 +49,7 @@ def test_another_servers_text_is_refused_with_what_it_lacks():
         read_metrics(TEXT.replace("vllm:num_requests_running", "other:num_requests_running"))
 
 
+@pytest.mark.slow
 async def test_the_real_engine_tells_how_busy_it_is(client):
     before = await client.metrics()
     assert before.running == before.queued == 0 and before.cache_use < 0.01
