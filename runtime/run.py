@@ -40,6 +40,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from stackrl.runtime.file_locks import locked_by
 from stackrl.runtime.versions import versions
 from stackrl.schemas.roles import Pool
 from stackrl.schemas.stack import Stack
@@ -222,17 +223,11 @@ class RunFolder:
         """
         deadline = time.monotonic() + limit
         with open(self.path / "lock", "ab", buffering=0, opener=open_private) as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise RunError(
-                            f"run {self.id} is already running; see `stackrl status {self.id}`, "
-                            f"end it with `stackrl down {self.id}`"
-                        ) from None
-                    time.sleep(0.1)
+            if not locked_by(file, deadline):
+                raise RunError(
+                    f"run {self.id} is already running; see `stackrl status {self.id}`, "
+                    f"end it with `stackrl down {self.id}`"
+                )
             file.truncate(0)
             try:
                 file.write(str(os.getpid()).encode())

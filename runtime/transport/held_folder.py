@@ -20,14 +20,15 @@ import hashlib
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
+
+from stackrl.runtime.file_locks import locked_by
+from stackrl.runtime.run import open_private
 
 HELD_VARIABLE = "STACKRL_HELD_WEIGHTS"
 """Folder of an engine, for its workers."""
 PREFIX = "stackrl-"
-_LOOK_EVERY = 0.02
 
 
 class HeldFolderBusy(Exception):
@@ -56,7 +57,7 @@ class HeldFolder:
             if self.path.is_symlink() or self.path.stat().st_uid != os.geteuid():
                 raise PermissionError(errno.EPERM, "it belongs to somebody else")
             with contextlib.suppress(FileNotFoundError):
-                descriptor = _private(self.path / "inhabited", os.O_RDWR | os.O_CREAT)
+                descriptor = open_private(self.path / "inhabited", os.O_RDWR | os.O_CREAT)
                 fcntl.flock(descriptor, fcntl.LOCK_SH)
                 if _is_still(descriptor, self.path / "inhabited"):
                     self._inhabited = descriptor
@@ -74,17 +75,9 @@ class HeldFolder:
     @contextlib.contextmanager
     def turn(self, deadline: float) -> Iterator[None]:
         """Be the only one. Raises HeldFolderBusy at ``deadline`` (time.monotonic seconds)."""
-        with open(self.path / "turn", "ab", opener=_private) as file:
-            while True:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                    break
-                except BlockingIOError:
-                    if time.monotonic() > deadline:
-                        raise HeldFolderBusy(
-                            f"another worker kept {self.path} to itself for too long"
-                        ) from None
-                    time.sleep(_LOOK_EVERY)
+        with open(self.path / "turn", "ab", opener=open_private) as file:
+            if not locked_by(file, deadline):
+                raise HeldFolderBusy(f"another worker kept {self.path} to itself for too long")
             yield
 
     def close(self) -> None:
@@ -115,7 +108,3 @@ def _is_still(descriptor: int, path: Path) -> bool:
     with contextlib.suppress(FileNotFoundError):
         return os.path.samestat(os.fstat(descriptor), path.stat())
     return False
-
-
-def _private(path: Path | str, flags: int) -> int:
-    return os.open(path, flags, 0o600)
